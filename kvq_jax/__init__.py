@@ -1,0 +1,44 @@
+"""kvq_jax: KV-cache quantization in JAX. Arrays are `[batch, kv_heads, tokens, head_dim]`; see README.md."""
+
+from kvq_jax.attention import CausalAttention, attend, resolve_implementation
+from kvq_jax.balance import variance_normalize
+from kvq_jax.cache import (
+    Cache,
+    append,
+    bits_per_element,
+    init_cache,
+    lengths,
+    nbytes,
+    read,
+    roundtrip,
+    select_rows,
+    stored,
+    trim,
+)
+from kvq_jax.protocol import Attend, LazyLogits
+from kvq_jax.rotation import hadamard
+from kvq_jax.schemes import Scheme, list_schemes, scheme
+
+__all__ = [
+    "Attend",
+    "Cache",
+    "CausalAttention",
+    "LazyLogits",
+    "Scheme",
+    "append",
+    "attend",
+    "bits_per_element",
+    "hadamard",
+    "init_cache",
+    "lengths",
+    "list_schemes",
+    "nbytes",
+    "read",
+    "resolve_implementation",
+    "roundtrip",
+    "scheme",
+    "select_rows",
+    "stored",
+    "trim",
+    "variance_normalize",
+]

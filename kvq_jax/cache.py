@@ -1,0 +1,404 @@
+"""The cache of one layer: sink | quantized tiles | window, for K and for V, rows of any length.
+
+Tokens of a row keep their order and their place: the first `sink` stay in full precision for good; the rest wait in the
+window and leave it `group` at a time, oldest first. A tile that has been written is never written again. All rows share
+the arrays but no statistic: tiles are per row and KV head, and padding never enters them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import checkify
+from jax.typing import DTypeLike
+
+from kvq_jax.quantizers.base import Leaves
+from kvq_jax.rotation import hadamard
+from kvq_jax.schemes import Scheme, Side, full_precision, layer_schemes
+from kvq_jax.schemes import scheme as make_scheme
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SideCache:
+    """K or V. Everything is in the basis that is stored (rotated where the side rotates)."""
+
+    side: Side = dataclasses.field(metadata={"static": True})
+    sink: Array  # [batch, kv_heads, sink, head_dim]
+    window: Array  # [batch, kv_heads, window.size, head_dim], oldest first, zero beyond what is filled
+    store: Leaves  # each [batch, kv_heads, tiles, ...]
+    flushed: Array  # int32 [batch]: tokens in the store
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.side.quantizer.tile_tokens
+
+    @property
+    def store_tokens(self) -> int:
+        """Tokens that the store has room for."""
+        return int(next(iter(self.store.values())).shape[2]) * self.tile_tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """One layer's cache. Functional: `append`, `trim` and `select_rows` return another one."""
+
+    scheme: Scheme = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})  # of sink and window, and what is quantized
+    k: SideCache
+    v: SideCache
+    length: Array  # int32 [batch]: tokens of each row
+
+    @property
+    def sides(self) -> tuple[SideCache, SideCache]:
+        return self.k, self.v
+
+
+def _init_side(side: Side, sink: int, batch: int, kv_heads: int, capacity: int, dtype: DTypeLike) -> SideCache:
+    quantizer, window = side.quantizer, side.window
+    groups = max(0, capacity - sink - window.recent) // window.group
+    tokens = (groups * window.group // quantizer.tile_tokens, quantizer.tile_tokens)
+    tiles = jax.ShapeDtypeStruct((batch, kv_heads, *tokens, quantizer.head_dim), jnp.float32)
+    leaves = jax.eval_shape(quantizer.encode, tiles)
+
+    def raw(tokens: int) -> Array:
+        return jnp.zeros((batch, kv_heads, tokens, quantizer.head_dim), dtype)
+
+    store = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    return SideCache(side, raw(sink), raw(window.size), store, jnp.zeros(batch, jnp.int32))
+
+
+@overload
+def init_cache(
+    scheme: str | Scheme,
+    *,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    dtype: DTypeLike = ...,
+    layers: None = None,
+    constants: None = None,
+) -> Cache: ...
+@overload
+def init_cache(
+    scheme: str | Scheme,
+    *,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    dtype: DTypeLike = ...,
+    layers: int,
+    constants: None = None,
+) -> tuple[Cache, ...]: ...
+def init_cache(
+    scheme: str | Scheme,
+    *,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    dtype: DTypeLike = jnp.bfloat16,
+    layers: int | None = None,
+    constants: None = None,
+) -> Cache | tuple[Cache, ...]:
+    """An empty cache for rows of up to `capacity` tokens; with `layers`, one a layer, by the scheme's layer policy.
+
+    Sink and window are kept in `dtype`, and the values that get quantized are those of `dtype`. Memory is allocated
+    once, here. Raises ValueError for sizes that are not positive, a dtype that is not a float of 16 or 32 bits, a
+    head_dim that the scheme cannot store, and constants for a scheme that takes none.
+    """
+    policy = make_scheme(scheme)
+    if constants is not None:
+        raise ValueError(f"{policy.name} takes no constants; leave constants=None")
+    for name, value in {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} is not positive")
+    full_precision(dtype)  # raises for a dtype that no cache has
+    if layers is not None:
+        shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
+        return tuple(init_cache(one, **shape) for one in layer_schemes(policy, layers, dtype))  # type: ignore[call-overload]
+    k, v = (_init_side(side, policy.sink, batch, kv_heads, capacity, dtype) for side in policy.resolve(head_dim))
+    return Cache(policy, capacity, jnp.dtype(dtype), k, v, jnp.zeros(batch, jnp.int32))
+
+
+def per_row(fn: Callable[..., Array], *args: Array) -> Array:
+    """vmap over the batch, but a single row runs unbatched: a batched dynamic slice becomes a gather, which is slower."""
+    if args[0].shape[0] == 1:
+        return fn(*(a[0] for a in args))[None]
+    return jax.vmap(fn)(*args)
+
+
+def take_tokens(x: Array, start: Array, size: int) -> Array:
+    """`[batch, heads, tokens, ...]`, row starts `[batch]` -> `size` consecutive tokens of every row."""
+    return per_row(lambda row, at: lax.dynamic_slice_in_dim(row, at, size, axis=1), x, start)
+
+
+def _put_tokens(x: Array, new: Array, start: Array) -> Array:
+    return per_row(lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, axis=1), x, new, start)
+
+
+def _pad(x: Array, tokens: int) -> Array:
+    return jnp.pad(x, [(0, 0), (0, 0), (0, tokens)] + [(0, 0)] * (x.ndim - 3))
+
+
+def _tokens_where(keep: Array, x: Array) -> Array:
+    """x `[batch, heads, tokens, head_dim]` with the tokens outside `keep` `[batch, tokens]` set to zero."""
+    return jnp.where(keep[:, None, :, None], x, jnp.zeros((), x.dtype))
+
+
+def _write_tiles(leaf: Array, new: Array, first: Array, count: Array) -> Array:
+    """Write the first `count` of `new`'s tiles at tile `first`, a row each; the rest falls outside and is dropped."""
+    offsets = jnp.arange(new.shape[2])
+
+    def row(leaf: Array, new: Array, first: Array, count: Array) -> Array:
+        index = jnp.where(offsets < count, first + offsets, leaf.shape[1])
+        return leaf.at[:, index].set(new, mode="drop", unique_indices=False)
+
+    return per_row(row, leaf, new, first, count)
+
+
+def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Array) -> SideCache:
+    """Append the first `count` of x's tokens to each row. x: `[batch, kv_heads, n, head_dim]`, stored basis and dtype."""
+    window, quantizer, n = cache.side.window, cache.side.quantizer, x.shape[2]
+    x = _tokens_where(jnp.arange(n) < count[:, None], x)
+    sink_tokens = cache.sink
+    waiting = jnp.maximum(length - sink, 0) - cache.flushed
+    if sink:
+        # Tokens that find the sink full land beyond it, in the part that is cut off again.
+        sink_tokens = _put_tokens(_pad(sink_tokens, n), x, jnp.minimum(length, sink))[:, :, :sink]
+        into_sink = jnp.clip(sink - length, 0, n)
+        x = take_tokens(_pad(x, n), into_sink, n)
+        count = jnp.maximum(count - into_sink, 0)
+    waiting_tokens = _put_tokens(_pad(cache.window, n + window.size), x, waiting)  # room to slice off what is left
+    waiting = waiting + count
+    groups = jnp.where(waiting >= window.recent + window.group, (waiting - window.recent) // window.group, 0)
+
+    most = (window.group - 1 + n) // window.group  # groups that one append can complete
+    store, flushed = cache.store, groups * window.group
+    if most and cache.store_tokens:
+        tile = quantizer.tile_tokens
+        tokens = waiting_tokens[:, :, : most * window.group].astype(jnp.float32)
+        tiles = tokens.reshape(*x.shape[:2], -1, tile, x.shape[3])
+        if n >= window.group:
+            leaves = quantizer.encode(tiles)
+        else:  # most appends complete no group; a conditional that returns the few new tiles leaves the store in place
+            shapes = jax.eval_shape(quantizer.encode, tiles)
+            nothing = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+            leaves = lax.cond(jnp.any(groups > 0), quantizer.encode, lambda _: nothing, tiles)
+        store = {
+            name: _write_tiles(leaf, leaves[name], cache.flushed // tile, flushed // tile)
+            for name, leaf in store.items()
+        }
+    left = take_tokens(waiting_tokens, flushed, window.size)
+    left = _tokens_where(jnp.arange(window.size) < (waiting - flushed)[:, None], left)
+    return SideCache(cache.side, sink_tokens, left, store, cache.flushed + flushed)
+
+
+def to_stored_basis(side: Side, x: Array, dtype: DTypeLike) -> Array:
+    """Rotate (float32) where the side rotates, then round to the cache's dtype."""
+    return (hadamard(x) if side.rotate else x).astype(dtype)
+
+
+def is_concrete(x: Array) -> bool:
+    """Whether x has a value now, that is, outside of a trace."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def check_block(cache: Cache, name: str, x: Array, head_dim: int) -> None:
+    """Raise ValueError unless x is `[batch, kv_heads, tokens, head_dim]` of this cache."""
+    batch, kv_heads = cache.k.window.shape[:2]
+    if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (batch, kv_heads, head_dim):
+        raise ValueError(f"{name} has shape {x.shape}; this cache takes [{batch}, {kv_heads}, tokens, {head_dim}]")
+
+
+def append(cache: Cache, k: Array, v: Array, *, valid: Array | None = None) -> Cache:
+    """Append a block of K and V `[batch, kv_heads, tokens, head_dim]`; full groups leave the window.
+
+    `valid` `[batch, tokens]` bool marks the tokens that exist; the others (padding, on any side) are skipped, so that each
+    row holds what it would hold alone. Any split of the same tokens into appends gives the same stored bytes.
+
+    Safe under jit, scan, vmap and donation. Over capacity: outside of a trace a ValueError; inside, the row is left as
+    it was, and `checkify.checkify` with `checkify.all_checks` or `user_checks` reports it.
+    """
+    for name, x, side in (("k", k, cache.k), ("v", v, cache.v)):
+        check_block(cache, name, x, side.side.quantizer.head_dim)
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k has {k.shape[2]} tokens and v has {v.shape[2]}; a block has the same number of both")
+    batch, n = k.shape[0], k.shape[2]
+    count = jnp.full(batch, n, jnp.int32)
+    if valid is not None:
+        if valid.shape != (batch, n):
+            raise ValueError(f"valid has shape {valid.shape}; this block needs [{batch}, {n}]")
+        count = jnp.sum(valid, axis=1, dtype=jnp.int32)
+        order = jnp.argsort(~valid, axis=1, stable=True)[:, None, :, None]  # valid tokens first, in their order
+        k, v = (jnp.take_along_axis(x, order, axis=2) for x in (k, v))
+    fits = cache.length + count <= cache.capacity
+    if is_concrete(fits) and not bool(fits.all()):
+        row = int(jnp.argmin(fits))
+        raise ValueError(
+            f"row {row} would hold {int(cache.length[row]) + int(count[row])} tokens; the cache's capacity is {cache.capacity}: "
+            f"make it larger in init_cache, or trim"
+        )
+    checkify.debug_check(
+        jnp.all(fits), "append exceeds the cache's capacity of {capacity} tokens", capacity=jnp.int32(cache.capacity)
+    )
+    return _append(cache, k, v, jnp.where(fits, count, 0))
+
+
+@jax.jit
+def _append(cache: Cache, k: Array, v: Array, count: Array) -> Cache:
+    sides = [
+        _append_side(side, to_stored_basis(side.side, x, cache.dtype), cache.scheme.sink, cache.length, count)
+        for side, x in ((cache.k, k), (cache.v, v))
+    ]
+    return dataclasses.replace(cache, k=sides[0], v=sides[1], length=cache.length + count)
+
+
+def _read_side(side: SideCache, length: Array, capacity: int) -> Array:
+    sink, window = side.sink.astype(jnp.float32), side.window.astype(jnp.float32)
+    stored = side.side.quantizer.tokens(side.store)
+    # sink | stored, then the window over what follows the flushed tokens, then zeros beyond the row's length
+    x = _pad(jnp.concatenate([sink, stored], axis=2), capacity + window.shape[2])
+    x = _put_tokens(x, window, sink.shape[2] + side.flushed)[:, :, :capacity]
+    x = _tokens_where(jnp.arange(capacity) < length[:, None], x)
+    return hadamard(x) if side.side.rotate else x
+
+
+@jax.jit
+def _read(cache: Cache) -> tuple[Array, Array]:
+    k, v = (_read_side(side, cache.length, cache.capacity) for side in cache.sides)
+    return k, v
+
+
+def read(cache: Cache) -> tuple[Array, Array]:
+    """Dequantized K and V in the original basis, float32 `[batch, kv_heads, tokens, head_dim]`.
+
+    Outside of a trace `tokens` is the longest row's length; inside it is the capacity. Beyond a row's length: zeros.
+    For looking at; attention reads the packed cache.
+    """
+    k, v = _read(cache)
+    tokens = int(cache.length.max()) if is_concrete(cache.length) else cache.capacity
+    return k[:, :, :tokens], v[:, :, :tokens]
+
+
+def roundtrip(scheme: str | Scheme, k: Array, v: Array, *, constants: None = None) -> tuple[Array, Array]:
+    """What attention would see of k and v `[batch, kv_heads, tokens, head_dim]` after all have been appended.
+
+    The window and what is quantized are in k's dtype. Tokens that the scheme keeps in full precision come back as
+    they are (up to the rotation's rounding).
+    """
+    batch, kv_heads, tokens, head_dim = k.shape
+    cache = init_cache(
+        scheme, batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=tokens, dtype=k.dtype, constants=constants
+    )
+    return read(append(cache, k, v))
+
+
+def lengths(cache: Cache | Sequence[Cache]) -> Array:
+    """Tokens of each row, int32 `[batch]`."""
+    return cache.length if isinstance(cache, Cache) else cache[0].length
+
+
+def _flushed_after_trim(side: SideCache, tokens: Array, sink: int) -> tuple[Array, Array]:
+    """(flushed tokens after the trim, whether the trim cuts through no tile)"""
+    kept = jnp.minimum(side.flushed, jnp.maximum(tokens - sink, 0))
+    return kept, kept % side.tile_tokens == 0
+
+
+def trim(cache: Cache, tokens: int | Array) -> Cache:
+    """Forget all but the first `tokens` tokens (int, or `[batch]`) of each row; longer than the row changes nothing.
+
+    Free inside the window, which is what rejected speculative tokens need (keep `recent` at least the draft's length).
+    Further back it works where it falls between tiles: a quantized tile is immutable. Elsewhere a ValueError outside of
+    a trace; inside, the row is left as it was and `checkify` reports it.
+    """
+    target = jnp.minimum(jnp.asarray(tokens, jnp.int32), cache.length)
+    trimmed = [_flushed_after_trim(side, target, cache.scheme.sink) for side in cache.sides]
+    whole = trimmed[0][1] & trimmed[1][1] & (target >= 0)
+    if is_concrete(whole) and not bool(whole.all()):
+        row = int(jnp.argmin(whole))
+        tile = math.lcm(cache.k.tile_tokens, cache.v.tile_tokens)
+        raise ValueError(
+            f"trim to {int(target[row])} tokens cuts through a quantized tile of row {row}; go to {cache.scheme.sink} plus a multiple of "
+            f"{tile}, or keep more recent tokens in full precision (recent={cache.k.side.window.recent})"
+        )
+    checkify.debug_check(jnp.all(whole), "trim cuts through a quantized tile")
+    target = jnp.where(whole, target, cache.length)
+    sides = []
+    for side, (flushed, _) in zip(cache.sides, trimmed, strict=True):
+        flushed = jnp.where(whole, flushed, side.flushed)
+        in_sink = jnp.arange(side.sink.shape[2]) < target[:, None]
+        waiting = jnp.where(flushed < side.flushed, 0, target - cache.scheme.sink - flushed)
+        in_window = jnp.arange(side.window.shape[2]) < waiting[:, None]
+        at_tile = jnp.arange(side.store_tokens // side.tile_tokens) < (flushed // side.tile_tokens)[:, None]
+
+        def keep_tiles(leaf: Array, at_tile: Array = at_tile) -> Array:
+            mask = at_tile[:, None, :].reshape(at_tile.shape[0], 1, -1, *[1] * (leaf.ndim - 3))
+            return jnp.where(mask, leaf, jnp.zeros((), leaf.dtype))
+
+        sides.append(
+            dataclasses.replace(
+                side,
+                sink=_tokens_where(in_sink, side.sink),
+                window=_tokens_where(in_window, side.window),
+                store={name: keep_tiles(leaf) for name, leaf in side.store.items()},
+                flushed=flushed,
+            )
+        )
+    return dataclasses.replace(cache, k=sides[0], v=sides[1], length=target)
+
+
+def select_rows(cache: Cache, index: Array) -> Cache:
+    """The cache with rows `index` `[new_batch]` of the batch, for beams and for batches that change."""
+    return jax.tree.map(lambda leaf: leaf[index], cache)
+
+
+def stored(cache: Cache) -> dict[str, Array]:
+    """Every array of the cache by name: `k_codes`, `k_scale`, `k_zero`, ... `[batch, kv_heads, tiles, ...]` (each
+    quantizer documents its leaves), `k_sink`, `k_window`, `k_flushed`, the same for v, and `length`."""
+    arrays: dict[str, Array] = {}
+    for name, side in zip("kv", cache.sides, strict=True):
+        arrays |= {f"{name}_{leaf}": value for leaf, value in side.store.items()}
+        arrays |= {f"{name}_sink": side.sink, f"{name}_window": side.window, f"{name}_flushed": side.flushed}
+    return arrays | {"length": cache.length}
+
+
+def nbytes(cache: Cache | Sequence[Cache]) -> dict[str, int]:
+    """Bytes of every array by its name in `stored`, summed over layers. Works on shapes too (`jax.eval_shape`)."""
+    total: dict[str, int] = {}
+    for one in [cache] if isinstance(cache, Cache) else cache:
+        for name, leaf in stored(one).items():
+            total[name] = total.get(name, 0) + leaf.size * jnp.dtype(leaf.dtype).itemsize
+    return total
+
+
+def bits_per_element(
+    scheme: str | Scheme, *, head_dim: int, tokens: int | None = None, dtype: DTypeLike = jnp.bfloat16
+) -> dict[str, float]:
+    """Bits per stored number, counted on the arrays: `k` and `v` of the main store, `store` their mean; with `tokens`,
+    `cache`: the whole cache of a row of that many tokens, with sink, window and bookkeeping."""
+    policy = make_scheme(scheme)
+
+    def shape(capacity: int) -> Cache:
+        kwargs = {"batch": 1, "kv_heads": 1, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
+        return jax.eval_shape(lambda: init_cache(policy, **kwargs))  # type: ignore[call-overload]
+
+    sides = policy.resolve(head_dim)
+    enough = policy.sink + max(side.window.recent for side in sides) + math.lcm(*(side.window.group for side in sides))
+    bits = {}
+    for name, side in zip("kv", shape(enough).sides, strict=True):
+        size = sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in side.store.values())
+        bits[name] = 8 * size / (side.store_tokens * head_dim)
+    bits["store"] = (bits["k"] + bits["v"]) / 2
+    if tokens is not None:
+        bits["cache"] = 8 * sum(nbytes(shape(tokens)).values()) / (2 * tokens * head_dim)
+    return bits

@@ -1,0 +1,60 @@
+"""Codes of 1, 2, 3, 4 or 8 bits packed into bytes, least significant bits first.
+
+Code j of a run occupies bits [j·b, (j+1)·b) of the little-endian byte string, which is also the layout of KIVI's
+int32 words and of KVarN's tiles. For b in {1, 2, 4, 8} a byte holds 8/b codes; for b = 3 eight codes fill three bytes.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+BITS = (1, 2, 3, 4, 8)
+
+
+def _unit(bits: int) -> tuple[int, int]:
+    """(codes, bytes) of the smallest whole unit."""
+    if bits not in BITS:
+        raise ValueError(f"bits={bits!r} cannot be packed; allowed: {', '.join(map(str, BITS))}")
+    return (8, 3) if bits == 3 else (8 // bits, 1)
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Bytes that `count` codes take. Raises ValueError if they do not fill whole units."""
+    codes, size = _unit(bits)
+    if count % codes:
+        raise ValueError(
+            f"an axis of {count} codes of {bits} bits does not fill whole bytes; make it a multiple of {codes}"
+        )
+    return count // codes * size
+
+
+def pack(codes: Array, bits: int, axis: int = -1) -> Array:
+    """Integer codes in [0, 2^bits) -> uint8, along `axis`: `[..., n, ...]` -> `[..., packed_size(n, bits), ...]`."""
+    per_unit, unit_bytes = _unit(bits)
+    packed_size(codes.shape[axis], bits)
+    x = jnp.moveaxis(codes, axis, -1)
+    x = x.reshape(*x.shape[:-1], -1, per_unit).astype(jnp.uint32)
+    shifts = jnp.arange(per_unit, dtype=jnp.uint32) * bits
+    word = jnp.sum(x << shifts, axis=-1, dtype=jnp.uint32)  # the fields do not overlap: the sum is their union
+    units = word[..., None] >> (8 * jnp.arange(unit_bytes, dtype=jnp.uint32))
+    return jnp.moveaxis(units.astype(jnp.uint8).reshape(*x.shape[:-2], -1), -1, axis)
+
+
+def unpack(packed: Array, bits: int, axis: int = -1) -> Array:
+    """Inverse of `pack`: uint8 -> uint8 codes."""
+    per_unit, unit_bytes = _unit(bits)
+    if packed.shape[axis] % unit_bytes:
+        raise ValueError(
+            f"{packed.shape[axis]} bytes do not hold whole units of {bits}-bit codes ({unit_bytes} bytes each)"
+        )
+    x = jnp.moveaxis(packed, axis, -1)
+    if bits == 8:
+        return packed
+    if unit_bytes == 1:  # stays in uint8: the read path runs this on every tile
+        shifts = (jnp.arange(per_unit) * bits).astype(jnp.uint8)
+        codes = (x[..., None] >> shifts) & jnp.uint8(2**bits - 1)
+    else:
+        x = x.reshape(*x.shape[:-1], -1, unit_bytes).astype(jnp.uint32)
+        word = jnp.sum(x << (8 * jnp.arange(unit_bytes, dtype=jnp.uint32)), axis=-1, dtype=jnp.uint32)
+        shifts = jnp.arange(per_unit, dtype=jnp.uint32) * bits
+        codes = ((word[..., None] >> shifts) & (2**bits - 1)).astype(jnp.uint8)
+    return jnp.moveaxis(codes.reshape(*codes.shape[:-2], -1), -1, axis)

@@ -1,0 +1,149 @@
+"""Affine codes: x̂ = (code · scale + zero) · second scale, with rows along channels (K) or along tokens (V).
+
+Both read their tiles without dequantizing them: per-channel scales are folded into the query (K) or into the tile's
+output (V), per-token scales into the scores (K) or into the probabilities (V). What stays is a product with the codes.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from kvq_jax.formats import SCALE_DTYPES, store, store_scale, uniform_codes
+from kvq_jax.packing import pack, packed_size, unpack
+from kvq_jax.quantizers.base import Leaves, Quantizer, dot
+
+
+class RoundedRows(NamedTuple):
+    """One rounding group a row: row = (codes · scale + zero) · column_scale."""
+
+    codes: Array  # uint8 [..., R, C]
+    scale: Array  # [..., R]
+    zero: Array  # [..., R]
+    column_scale: Array | None = None  # [..., C]
+
+
+@dataclass(frozen=True)
+class Affine(Quantizer):
+    """What both orientations share. `round_rows` is KIVI's rounding; KVarN overrides it."""
+
+    bits: int
+    group: int  # elements of a row
+    scales: str
+
+    def round_rows(self, rows: Array) -> RoundedRows:
+        """Min/max rounding, with the scale and the zero as they are stored:
+
+        zero = min, scale = (max − min)/(2^bits − 1), code = clip(rint((x − zero)/scale), 0, 2^bits − 1).
+
+        A constant row has scale 0 and code 0, and comes back as its zero.
+        """
+        low, high = rows.min(-1), rows.max(-1)
+        scale_dtype, zero_dtype = SCALE_DTYPES[self.scales]
+        scale = store_scale((high - low) / (2**self.bits - 1), scale_dtype)
+        zero = store(low, zero_dtype)
+        wide_scale, wide_zero = (x.astype(jnp.float32)[..., None] for x in (scale, zero))
+        return RoundedRows(uniform_codes(rows, wide_scale, wide_zero, self.bits), scale, zero)
+
+    def _codes(self, leaves: Leaves) -> Array:
+        return unpack(leaves["codes"], self.bits).astype(jnp.float32)
+
+
+def _wide(leaves: Leaves, name: str) -> Array:
+    return leaves[name].astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class ChannelRows(Affine):
+    """Rows are channels: one group is `group` consecutive tokens of one channel. A tile is `group` tokens.
+
+    Leaves: codes uint8 `[tiles, head_dim, group·bits/8]` packed along tokens; scale, zero `[tiles, head_dim]`;
+    token_scale `[tiles, group]` where there is a second scale.
+    """
+
+    def __post_init__(self) -> None:
+        packed_size(self.group, self.bits)
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.group
+
+    def encode(self, tiles: Array) -> Leaves:
+        rounded = self.round_rows(jnp.swapaxes(tiles, -1, -2))
+        leaves = {"codes": pack(rounded.codes, self.bits), "scale": rounded.scale, "zero": rounded.zero}
+        return leaves if rounded.column_scale is None else leaves | {"token_scale": rounded.column_scale}
+
+    def decode(self, leaves: Leaves) -> Array:
+        rows = self._codes(leaves) * _wide(leaves, "scale")[..., None] + _wide(leaves, "zero")[..., None]
+        if "token_scale" in leaves:
+            rows *= _wide(leaves, "token_scale")[..., None, :]
+        return jnp.swapaxes(rows, -1, -2)
+
+    def scores(self, q: Array, leaves: Leaves) -> Array:
+        # token_scale_j · ((q ∘ scale)·codes_j + q·zero); q: [..., queries, D] -> [..., 1, queries, D] over tiles
+        q = q[..., None, :, :]
+        out = dot(q * _wide(leaves, "scale")[..., None, :], self._codes(leaves))
+        out += dot(q, _wide(leaves, "zero")[..., None])
+        if "token_scale" in leaves:
+            out *= _wide(leaves, "token_scale")[..., None, :]
+        out = jnp.swapaxes(out, -2, -3)  # [..., queries, tiles, group]
+        return out.reshape(*out.shape[:-2], -1)
+
+
+@dataclass(frozen=True)
+class TokenRows(Affine):
+    """Rows are tokens: one group is `group` consecutive channels of one token, `head_dim/group` groups a token.
+
+    Leaves: codes uint8 `[tiles, tile_tokens, head_dim·bits/8]` packed along channels; scale, zero
+    `[tiles, tile_tokens, head_dim/group]`; channel_scale `[tiles, head_dim]` where there is a second scale, which
+    makes a tile of `tile_tokens > 1` (and needs group = head_dim).
+    """
+
+    tokens_per_tile: int = 1
+
+    def __post_init__(self) -> None:
+        packed_size(self.head_dim, self.bits)
+        if self.head_dim % self.group:
+            raise ValueError(f"a group of {self.group} channels does not divide head_dim={self.head_dim}")
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.tokens_per_tile
+
+    @property
+    def _groups(self) -> int:
+        return self.head_dim // self.group
+
+    def encode(self, tiles: Array) -> Leaves:
+        if self._groups == 1:
+            rounded = self.round_rows(tiles)
+            rounded = rounded._replace(scale=rounded.scale[..., None], zero=rounded.zero[..., None])
+        else:
+            rounded = self.round_rows(tiles.reshape(*tiles.shape[:-1], self._groups, self.group))
+            rounded = rounded._replace(codes=rounded.codes.reshape(tiles.shape))
+        leaves = {"codes": pack(rounded.codes, self.bits), "scale": rounded.scale, "zero": rounded.zero}
+        return leaves if rounded.column_scale is None else leaves | {"channel_scale": rounded.column_scale}
+
+    def decode(self, leaves: Leaves) -> Array:
+        scale, zero = (jnp.repeat(_wide(leaves, name), self.group, axis=-1) for name in ("scale", "zero"))
+        x = self._codes(leaves) * scale + zero
+        return x * _wide(leaves, "channel_scale")[..., None, :] if "channel_scale" in leaves else x
+
+    def weighted_sum(self, p: Array, leaves: Leaves) -> Array:
+        # channel_scale ∘ Σ_j p_j (scale_j·codes_j + zero_j), a sum over tiles last
+        codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), _wide(leaves, "zero")
+        tiles, tokens = codes.shape[-3:-1]
+        if "channel_scale" in leaves:
+            p = jnp.swapaxes(p.reshape(*p.shape[:-1], tiles, tokens), -2, -3)  # [..., tiles, queries, tokens]
+        else:  # nothing depends on the tile: one product over all its tokens
+            codes, scale, zero = (x.reshape(*x.shape[:-3], tiles * tokens, -1) for x in (codes, scale, zero))
+        groups = []
+        for g in range(self._groups):
+            channels = slice(g * self.group, (g + 1) * self.group)
+            part = dot(p * scale[..., None, :, g], codes[..., channels])
+            groups.append(part + dot(p, zero[..., g : g + 1]))
+        out = groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=-1)
+        if "channel_scale" in leaves:
+            out = jnp.sum(out * _wide(leaves, "channel_scale")[..., None, :], axis=-3)
+        return out
