@@ -91,7 +91,8 @@ class GGUFCheckpoint:
     def _dequantized(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
         try:
-            values = dequantize(tensor.data, tensor.tensor_type)
+            # asarray: slicing a memory map row by row costs more than the arithmetic
+            values = dequantize(np.asarray(tensor.data), tensor.tensor_type)
         except NotImplementedError:
             raise ValueError(
                 f"{self._path}: tensor {name} has type {tensor.tensor_type.name}, which is not supported; "

@@ -20,7 +20,7 @@ _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 class SafetensorsCheckpoint:
-    """An opened directory. Fused weights (Phi-3's `qkv_proj`, `gate_up_proj`) are read as row ranges of what is published."""
+    """An opened directory. Phi-3's fused `qkv_proj` and `gate_up_proj` are read as row ranges."""
 
     def __init__(self, directory: Path, *, context: int | None = None) -> None:
         self._directory = directory
