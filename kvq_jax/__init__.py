@@ -16,6 +16,7 @@ from kvq_jax.cache import (
     trim,
 )
 from kvq_jax.protocol import Attend, LazyLogits
+from kvq_jax.pseudo_decode import Trace, pseudo_decode
 from kvq_jax.rotation import hadamard
 from kvq_jax.schemes import Scheme, list_schemes, scheme
 
@@ -25,6 +26,7 @@ __all__ = [
     "CausalAttention",
     "LazyLogits",
     "Scheme",
+    "Trace",
     "append",
     "attend",
     "bits_per_element",
@@ -33,6 +35,7 @@ __all__ = [
     "lengths",
     "list_schemes",
     "nbytes",
+    "pseudo_decode",
     "read",
     "resolve_implementation",
     "roundtrip",

@@ -39,9 +39,14 @@ class SideCache:
         return self.side.quantizer.tile_tokens
 
     @property
+    def kv_heads(self) -> int:
+        return int(self.window.shape[-3])
+
+    @property
     def store_tokens(self) -> int:
         """Tokens that the store has room for."""
-        return int(next(iter(self.store.values())).shape[2]) * self.tile_tokens
+        tiles = next(iter(self.store.values())).shape[self.window.ndim - 2]  # one axis more where layers are stacked
+        return int(tiles) * self.tile_tokens
 
 
 @jax.tree_util.register_dataclass

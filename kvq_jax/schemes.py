@@ -75,6 +75,7 @@ class Scheme(abc.ABC):
 
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    quantizes: ClassVar[bool] = True
 
     sink: int = option(0, minimum=0, about="first tokens, in full precision for good")
     recent: int | None = option(None, kind=int, minimum=0, about="newest tokens in full precision, of both sides")

@@ -25,6 +25,8 @@ class Identity(Quantizer):
 
 
 class _Unquantized(Scheme):
+    quantizes = False
+
     def sides(self, head_dim: int) -> tuple[Side, Side]:
         side = Side(Identity(head_dim, self.name), Window(recent=0, group=1))
         return side, side

@@ -1,0 +1,455 @@
+"""Pseudo-decode: a text in blocks, every block reading the cache of the earlier ones through the scheme.
+
+For each block of b tokens every layer attends to the cache and to the block's own K and V (full precision, causal);
+then the block is appended and full groups are flushed. The regimes differ only in whose K and V are appended:
+
+    reference    no quantization
+    accumulated  those of the quantized run itself: errors travel down the layers and on in time, as in decoding
+    static       those of the reference: an error is made once, is read once, and never becomes an input
+
+b = 1 is a decode loop. One `lax.scan` over blocks inside one `jit`; the regimes are rows of one batch, which no scheme
+ever mixes. Nothing of size `[N, vocab]` exists: logits are compared in chunks and only curves by position are kept.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from kvq_jax.attention import READ_TOKENS, attend, resolve_implementation
+from kvq_jax.cache import Cache, append, init_cache, nbytes, to_stored_basis
+from kvq_jax.measures import VectorErrors, kl_divergence
+from kvq_jax.protocol import Attend, Forward, LazyLogits
+from kvq_jax.schemes import Scheme, full_precision, layer_schemes
+from kvq_jax.schemes import scheme as make_scheme
+
+REGIMES = ("static", "accumulated")
+LOGIT_TOKENS = 128  # tokens whose logits exist at once
+_CURVES = ("kl", "agree", "nll", "nll_reference", "attention_mae", "attention_scale")
+_BY_LAYER = ("key_relative_mse", "key_norm_ratio_mean", "key_norm_ratio_std", "value_relative_mse")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run measured. Curves are by position, `[..., batch, N]`; NaN or False where a row has no token."""
+
+    scheme: Scheme
+    regimes: tuple[str, ...]
+    block: int
+    implementation: str  # of attention, as it ran
+    cache_bytes: dict[str, int]  # of one regime's cache, all layers, by stored leaf
+    bits: dict[str, float]  # "store": of quantized layers' main store; "cache": of everything, per stored number
+    quantized_tokens: Array  # int32 [layers]: tokens in the main store of layers that quantize
+    valid: Array  # bool [batch, N]
+    scored: Array  # bool [batch, N]: position has a next token
+    kl: Array  # [regimes, batch, N] nats: KL(reference ‖ quantized) of the next token's distribution
+    agree: Array  # bool [regimes, batch, N]: the same most likely token
+    nll: Array  # [regimes, batch, N] nats: −ln p(next token)
+    nll_reference: Array  # [batch, N]
+    attention_mae: Array  # [regimes, layers, batch, N]: mean |O − O_ref| over heads and channels, before W_O
+    attention_scale: Array  # [layers, batch, N]: mean |O_ref|
+    key_relative_mse: Array  # [regimes, layers]: cached against the reference's keys, over quantized tokens
+    key_norm_ratio_mean: Array  # [regimes, layers]: ‖k̂‖/‖k‖
+    key_norm_ratio_std: Array  # [regimes, layers]
+    value_relative_mse: Array  # [regimes, layers]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive layers with one scheme; `stacked` of them at once where the forward scans, else None: one layer."""
+
+    kv_heads: int
+    head_dim: int
+    stacked: int | None
+    scheme: Scheme | None = None
+
+    @property
+    def layers(self) -> int:
+        return self.stacked or 1
+
+    def empty(self, scheme: Scheme, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+        cache = init_cache(
+            scheme, batch=batch, kv_heads=self.kv_heads, head_dim=self.head_dim, capacity=capacity, dtype=dtype
+        )
+        if self.stacked is None:
+            return cache
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.stacked, *leaf.shape)), cache)
+
+
+class _Probe:
+    """An `Attend` that only notes the layers it meets."""
+
+    def __init__(self) -> None:
+        self.found: list[_Run] = []
+
+    def __call__(self, q: Array, k: Array, v: Array, **_: Any) -> Array:
+        if k.shape != v.shape:
+            raise ValueError(f"layer {len(self.found)}: k {k.shape} and v {v.shape} differ; a cache holds equal shapes")
+        self.found.append(_Run(k.shape[1], k.shape[3], None))
+        return jnp.zeros(q.shape, q.dtype)
+
+    def scan(self, layer: Callable[[Any, Any, Attend], Any], x: Any, layers: Any) -> Any:
+        inner = _Probe()
+        x = layer(x, jax.tree.map(lambda leaf: leaf[0], layers), inner)
+        (one,) = inner.found  # the protocol: one attention a layer
+        self.found.append(_Run(one.kv_heads, one.head_dim, jax.tree.leaves(layers)[0].shape[0]))
+        return x
+
+
+def _plan(forward: Forward, policy: Scheme, batch: int, block: int, dtype: DTypeLike) -> tuple[_Run, ...]:
+    """The model's layers, in runs of equal schemes. Traces the forward once, computes nothing."""
+    probe = _Probe()
+    tokens = jax.ShapeDtypeStruct((batch, block), jnp.int32)
+    jax.eval_shape(lambda t: forward(t, t, probe), tokens)
+    if not probe.found:
+        raise ValueError("forward never called the attention it was given; see docs/embedding.md for the protocol")
+    schemes = iter(layer_schemes(policy, sum(run.layers for run in probe.found), dtype))
+    runs = []
+    for found in probe.found:
+        of_layers = [next(schemes) for _ in range(found.layers)]
+        start = 0
+        for end in range(1, found.layers + 1):
+            if end == found.layers or of_layers[end] != of_layers[start]:
+                stacked = None if found.stacked is None else end - start
+                runs.append(_Run(found.kv_heads, found.head_dim, stacked, of_layers[start]))
+                start = end
+    return tuple(runs)
+
+
+class _CachedAttention:
+    """An `Attend` over one cache a layer. Keeps each run's new K and V, and its outputs, for the caller."""
+
+    def __init__(self, runs: Sequence[_Run], caches: Sequence[Cache], valid: Array | None, implementation: str) -> None:
+        self.todo = list(zip(runs, caches, strict=True))
+        self.valid, self.implementation = valid, implementation
+        self.new: list[tuple[Array, Array]] = []  # one a run: [(layers,) batch, kv_heads, tokens, head_dim]
+        self.outputs: list[Array] = []
+
+    def __call__(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        _, cache = self.todo.pop(0)
+        how = {"valid": self.valid, "implementation": self.implementation, **options}
+        if cache.scheme.reads_own == "quantized":
+            out = attend(q, append(cache, k, v, valid=self.valid), **how)
+        else:
+            out = attend(q, cache, k, v, **how)
+        self.new.append((k, v))
+        self.outputs.append(out)
+        return out
+
+    def scan(self, layer: Callable[[Any, Any, Attend], Any], x: Any, layers: Any) -> Any:
+        total, start = jax.tree.leaves(layers)[0].shape[0], 0
+        while start < total:
+            run, caches = self.todo.pop(0)
+            part = jax.tree.map(lambda leaf, i=start, j=start + run.layers: leaf[i:j], layers)
+
+            def step(x: Any, one: tuple[Any, Cache], run: _Run = run) -> tuple[Any, Any]:
+                inner = _CachedAttention([run], [one[1]], self.valid, self.implementation)
+                x = layer(x, one[0], inner)
+                return x, (inner.new[0], inner.outputs[0])
+
+            x, (new, outputs) = lax.scan(step, x, (part, caches))
+            self.new.append(new)
+            self.outputs.append(outputs)
+            start += run.layers
+        return x
+
+
+def _append_run(run: _Run, cache: Cache, k: Array, v: Array, valid: Array | None) -> Cache:
+    one = functools.partial(append, valid=valid)
+    return one(cache, k, v) if run.stacked is None else jax.vmap(one)(cache, k, v)
+
+
+def _as_lazy(logits: Array | LazyLogits) -> LazyLogits:
+    return logits if isinstance(logits, LazyLogits) else LazyLogits(logits, lambda x: x)
+
+
+def _compare_logits(reference: LazyLogits, quantized: LazyLogits, target: Array, regimes: int) -> dict[str, Array]:
+    """KL, agreement and both losses of every position, in chunks of LOGIT_TOKENS. quantized: `[regimes · batch, ...]`."""
+    batch, n = target.shape
+    size = min(n, LOGIT_TOKENS)
+    chunks = -(-n // size)
+
+    def split(x: Array) -> Array:  # [rows, n, ...] -> [chunks, rows, size, ...]
+        x = jnp.pad(x, ((0, 0), (0, chunks * size - n), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
+
+    def compare(part: tuple[Array, Array, Array]) -> dict[str, Array]:
+        hidden_reference, hidden, target = part
+        ref = reference.unembed(hidden_reference).astype(jnp.float32)
+        out = quantized.unembed(hidden).astype(jnp.float32).reshape(regimes, batch, size, -1)
+
+        def nll(logits: Array) -> Array:
+            at = jnp.broadcast_to(target, logits.shape[:-1])[..., None]
+            return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, at, axis=-1)[..., 0]
+
+        return {
+            "kl": kl_divergence(ref, out),
+            "agree": ref.argmax(-1) == out.argmax(-1),
+            "nll": nll(out),
+            "nll_reference": nll(ref),
+        }
+
+    parts = lax.map(compare, (split(reference.hidden), split(quantized.hidden), split(target)))
+    return {name: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)[..., :n] for name, x in parts.items()}
+
+
+def _by_layer(parts: list[Array], runs: Sequence[_Run]) -> Array:
+    """One array a run, `[layers, ...]` or `[...]` -> `[all layers, ...]`."""
+    return jnp.concatenate([x if run.stacked else x[None] for run, x in zip(runs, parts, strict=True)])
+
+
+def _cache_errors(reference: Cache, cache: Cache, rows: slice) -> tuple[VectorErrors, VectorErrors]:
+    """The main store against the reference's keys and values, tile by tile. `rows`: those of one regime."""
+
+    def side_errors(name: str) -> VectorErrors:
+        exact, side = getattr(reference, name), getattr(cache, name)
+        tile = side.tile_tokens
+        size = max(READ_TOKENS // tile, 1) * tile
+        flushed = side.flushed[rows]
+        steps = -(-side.store_tokens // size)
+
+        def step(total: VectorErrors, i: Array) -> tuple[VectorErrors, None]:
+            first = jnp.minimum(i * size, max(side.store_tokens - size, 0))
+            token = first + jnp.arange(min(size, side.store_tokens))
+            leaves = {
+                leaf: lax.dynamic_slice_in_dim(x[rows], first // tile, len(token) // tile, axis=2)
+                for leaf, x in side.store.items()
+            }
+            x_hat = side.side.quantizer.tokens(leaves)
+            x = lax.dynamic_slice_in_dim(exact.store["values"], cache.scheme.sink + first, len(token), axis=2)[
+                :, :, :, 0
+            ]
+            x = to_stored_basis(side.side, x, jnp.float32)
+            exists = (token >= i * size) & (token < flushed[:, None])
+            now = VectorErrors.of(x, x_hat, jnp.broadcast_to(exists[:, None], x.shape[:3]))
+            return jax.tree.map(jnp.add, total, now), None
+
+        start = VectorErrors(*[jnp.float32(0)] * 5)
+        return lax.scan(step, start, jnp.arange(steps))[0] if side.store_tokens else start
+
+    return side_errors("k"), side_errors("v")
+
+
+@functools.partial(
+    jax.jit, static_argnames=("static_forward", "runs", "regimes", "dtype", "implementation", "progress", "capacity")
+)
+def _run(
+    forward: Any,
+    tokens: Array,  # [blocks, batch, block]
+    targets: Array,
+    valid: Array | None,  # [blocks, batch, block]; None where every token exists
+    *,
+    static_forward: Hashable,
+    runs: tuple[_Run, ...],
+    regimes: tuple[str, ...],
+    dtype: DTypeLike,
+    implementation: str,
+    progress: Progress | None,
+    capacity: int,
+) -> dict[str, Array]:
+    forward = forward if static_forward is None else static_forward
+    blocks, batch, block = tokens.shape
+    count = len(regimes)
+    exact = full_precision(dtype)
+
+    def rows(x: Array | None) -> Array | None:  # every regime is a group of rows
+        return None if x is None else jnp.tile(x, (count, *[1] * (x.ndim - 1)))
+
+    def body(carry: tuple[Any, ...], xs: tuple[Array, ...]) -> tuple[tuple[Any, ...], dict[str, Array]]:
+        reference, quantized, length = carry
+        i, tokens, targets, *rest = xs
+        exists = rest[0] if rest else None
+        step = jnp.ones((batch, block), jnp.int32) if exists is None else exists.astype(jnp.int32)
+        positions = jnp.maximum(length[:, None] + jnp.cumsum(step, axis=1) - 1, 0)
+
+        ref = _CachedAttention(runs, reference, exists, implementation)
+        ref_logits = _as_lazy(forward(tokens, positions, ref))
+        reference = tuple(
+            _append_run(run, c, *new, exists) for run, c, new in zip(runs, reference, ref.new, strict=True)
+        )
+        curves: dict[str, Array] = {
+            "attention_scale": _by_layer([jnp.abs(o).mean((-3, -1), dtype=jnp.float32) for o in ref.outputs], runs)
+        }
+        if count:
+            run_ = _CachedAttention(runs, quantized, rows(exists), implementation)
+            logits = _as_lazy(forward(rows(tokens), rows(positions), run_))
+            appended = []
+            for run, cache, own, of_reference in zip(runs, quantized, run_.new, ref.new, strict=True):
+                kv = []
+                for mine, its in zip(own, of_reference, strict=True):
+                    parts = jnp.split(mine, count, axis=-4)
+                    parts = [its if r == "static" else part for r, part in zip(regimes, parts, strict=True)]
+                    kv.append(jnp.concatenate(parts, axis=-4))
+                appended.append(_append_run(run, cache, *kv, rows(exists)))
+            quantized = tuple(appended)
+            curves |= _compare_logits(ref_logits, logits, targets, count)
+            maes = [
+                jnp.abs(o.reshape(*o.shape[:-4], count, batch, *o.shape[-3:]) - r[..., None, :, :, :, :]).mean((-3, -1))
+                for o, r in zip(run_.outputs, ref.outputs, strict=True)
+            ]  # [(layers,) regimes, batch, tokens]
+            curves["attention_mae"] = jnp.moveaxis(_by_layer(maes, runs), 0, 1)
+        else:  # the reference alone: the plain chunked forward, for comparison of speed
+            curves["nll_reference"] = _compare_logits(ref_logits, ref_logits, targets, 1)["nll_reference"]
+        if progress is not None:
+            jax.debug.callback(functools.partial(_report, progress, blocks), i)
+        return (reference, quantized, length + step.sum(1)), curves
+
+    def empty(rows: int, scheme: Scheme | None) -> tuple[Cache, ...]:
+        return tuple(run.empty(scheme or run.scheme or exact, rows, capacity, dtype) for run in runs)
+
+    carry = (empty(batch, exact), empty(count * batch, None) if count else (), jnp.zeros(batch, jnp.int32))
+    xs = (jnp.arange(blocks), tokens, targets) + (() if valid is None else (valid,))
+    (reference, quantized, _), curves = lax.scan(body, carry, xs)
+    # [blocks, ..., batch, block] -> [..., batch, N]
+    out = {name: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for name, x in curves.items()}
+
+    errors: dict[str, list[Array]] = {}
+    flushed = []
+    for run, ref_cache, cache in zip(runs, reference, quantized, strict=False):
+        quantizes = run.scheme is not None and run.scheme.quantizes
+        per_regime = []
+        for r in range(count):
+            rows_of = slice(r * batch, (r + 1) * batch)
+            measure = functools.partial(_cache_errors, rows=rows_of)
+            if not quantizes:
+                per_regime.append([jnp.full((run.layers,) if run.stacked else (), jnp.nan)] * 4)
+                continue
+            k, v = (
+                measure(ref_cache, cache) if run.stacked is None else lax.map(lambda c: measure(*c), (ref_cache, cache))
+            )
+            per_regime.append([k.relative_mse(), k.ratio_mean(), k.ratio_std(), v.relative_mse()])
+        for name, values in zip(_BY_LAYER, zip(*per_regime, strict=True), strict=True):
+            errors.setdefault(name, []).append(jnp.stack(values, axis=-1))  # [(layers,) regimes]
+        tokens_flushed = cache.k.flushed.reshape(*cache.k.flushed.shape[:-1], count, batch)[..., 0, :].sum(-1)
+        flushed.append(tokens_flushed if quantizes else jnp.zeros_like(tokens_flushed))
+    if count:
+        out |= {name: _by_layer(parts, runs).T for name, parts in errors.items()}
+        out["quantized_tokens"] = _by_layer(flushed, runs)
+    return out
+
+
+def _report(progress: Progress, blocks: int, i: Any) -> None:
+    progress(int(i) + 1, blocks)
+
+
+def _is_array_tree(forward: Any) -> bool:
+    return all(isinstance(leaf, Array) or hasattr(leaf, "__array__") for leaf in jax.tree.leaves(forward))
+
+
+def _bits(caches: Sequence[Cache], tokens: int) -> dict[str, float]:
+    """Of the caches' shapes, per stored number: the quantized layers' main store, and everything."""
+    store_bytes = store_numbers = numbers = 0
+    for cache in caches:
+        for side in cache.sides:
+            a_token = side.flushed.size * side.kv_heads * side.side.quantizer.head_dim  # of all layers and rows
+            numbers += tokens * a_token
+            if cache.scheme.quantizes:
+                store_numbers += side.store_tokens * a_token
+                store_bytes += sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in side.store.values())
+    store = 8 * store_bytes / store_numbers if store_numbers else float("nan")
+    return {"store": store, "cache": 8 * sum(nbytes(caches).values()) / numbers}
+
+
+def pseudo_decode(
+    forward: Forward,
+    tokens: Array,
+    *,
+    scheme: str | Scheme,
+    block: int,
+    regimes: Sequence[str] = REGIMES,
+    valid: Array | None = None,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
+    progress: Progress | None = None,
+) -> Trace:
+    """Run `tokens` `[batch, N]` through reference and quantized caches, block by block.
+
+    Args:
+      forward: `(tokens, positions, attend) -> logits | LazyLogits` (docs/embedding.md). Make it a
+        `jax.tree_util.Partial(fn, params)`: its arrays are then arguments of the compiled function, not constants in it.
+      scheme: a spec or Scheme; its `protect` keeps layers at both ends in full precision.
+      block: tokens a block, from 1 (a decode loop) to N. N need not be a multiple.
+      regimes: of "static", "accumulated"; the reference always runs. Empty: the reference alone.
+      valid: bool `[batch, N]`, False at padding; each row measures what it would alone.
+      dtype: of the caches' full-precision parts, and of the reference cache.
+      implementation: of attention, see `attend`.
+      progress: called as progress(blocks done, blocks) while the device works; reuse one object, each new one compiles.
+
+    Raises ValueError for a block outside 1…N, an unknown regime, shapes that do not fit or a forward that does not
+    follow the protocol.
+    """
+    policy = make_scheme(scheme)
+    regimes = tuple(regimes)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens has shape {tokens.shape}; it must be [batch, N]")
+    batch, total = tokens.shape
+    if not 1 <= block <= total:
+        raise ValueError(f"block={block} does not fit a text of {total} tokens; allowed: 1 to {total}")
+    for regime in regimes:
+        if regime not in REGIMES or regimes.count(regime) > 1:
+            raise ValueError(f"regimes={regimes!r}: {regime!r} is unknown or repeated; allowed: {', '.join(REGIMES)}")
+    if valid is not None and valid.shape != tokens.shape:
+        raise ValueError(f"valid has shape {valid.shape}; it must be that of tokens, {tokens.shape}")
+    implementation = resolve_implementation(implementation)
+    exists = jnp.ones(tokens.shape, bool) if valid is None else jnp.asarray(valid, bool)
+    targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    scored = exists & jnp.pad(exists[:, 1:], ((0, 0), (0, 1)))
+
+    blocks = -(-total // block)
+    padding = blocks * block - total
+
+    def split(x: Array) -> Array:  # [batch, N] -> [blocks, batch, block]
+        return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, padding))).reshape(batch, blocks, block), 1, 0)
+
+    runs = _plan(forward, policy, batch, block, dtype)
+    is_tree = _is_array_tree(forward)
+    out = _run(
+        forward if is_tree else None,
+        split(tokens),
+        split(targets),
+        None if valid is None and not padding else split(exists),
+        static_forward=None if is_tree else forward,
+        runs=runs,
+        regimes=regimes,
+        dtype=jnp.dtype(dtype),
+        implementation=implementation,
+        progress=progress,
+        capacity=total,
+    )
+    shapes = jax.eval_shape(lambda: tuple(run.empty(run.scheme or policy, batch, total, dtype) for run in runs))
+    curves = {name: x[..., :total] for name, x in out.items() if name in _CURVES}
+    if not regimes:
+        layers = sum(run.layers for run in runs)
+        nothing = jnp.zeros((0, batch, total))
+        curves |= {
+            "kl": nothing,
+            "nll": nothing,
+            "agree": nothing > 0,
+            "attention_mae": jnp.zeros((0, layers, batch, total)),
+        }
+        out |= {name: jnp.zeros((0, layers)) for name in _BY_LAYER} | {"quantized_tokens": jnp.zeros(layers, jnp.int32)}
+    for name in ("kl", "attention_mae", "attention_scale"):
+        curves[name] = jnp.where(exists, curves[name], jnp.nan)
+    for name in ("nll", "nll_reference"):
+        curves[name] = jnp.where(scored, curves[name], jnp.nan)
+    curves["agree"] &= exists
+    return Trace(
+        scheme=policy,
+        regimes=regimes,
+        block=block,
+        implementation=implementation,
+        cache_bytes=nbytes(shapes),
+        bits=_bits(shapes, total),
+        quantized_tokens=out["quantized_tokens"],
+        valid=exists,
+        scored=scored,
+        **curves,
+        **{name: out[name] for name in _BY_LAYER},
+    )
