@@ -98,7 +98,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, where: str) -> Tokenizer:
     )
     # Files of Llama 3 from before the key existed rely on the kind to say it.
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
-    return Tokenizer(backend, bos_token_id=int(metadata["tokenizer.ggml.bos_token_id"]) if adds_bos else None)
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if adds_bos and not (isinstance(bos, int) and 0 <= bos < len(tokens)):
+        raise ValueError(f"{where}: tokenizer.ggml.bos_token_id = {bos!r} is not a token, but one is to be added")
+    return Tokenizer(backend, bos_token_id=bos if adds_bos else None)
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:

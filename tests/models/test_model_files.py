@@ -158,8 +158,8 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path) -> None:
     without = {n: v for n, v in tensors.items() if n != name}
     with pytest.raises(ValueError, match=r"up_proj\.weight is missing"):
         models.load(write(tmp_path / "missing", config, without))
+    bias = {"model.layers.0.self_attn.o_proj.bias": np.zeros(64, np.float32)}
     with pytest.raises(ValueError, match=r"o_proj\.bias has no place"):
-        bias = {"model.layers.0.self_attn.o_proj.bias": np.zeros(64, np.float32)}
         models.load(write(tmp_path / "extra", config, tensors | bias))
     with pytest.raises(ValueError, match=r"up_proj\.weight has shape \[64, 128\].* asks for \[128, 64\]"):
         models.load(write(tmp_path / "shape", config, tensors | {name: tensors[name].T}))

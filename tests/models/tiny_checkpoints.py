@@ -1,4 +1,4 @@
-"""The tiny checkpoints of `tests/data/models`: read, rewritten in other layouts, and an independent decoder in NumPy."""
+"""The tiny checkpoints of `tests/data/models`: read, rewritten, and an independent decoder in NumPy."""
 
 import json
 from collections.abc import Mapping
