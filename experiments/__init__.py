@@ -1,0 +1,1 @@
+"""Experiments: one binary a question, each started with `python -m experiments.<name>`."""

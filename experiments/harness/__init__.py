@@ -1,0 +1,1 @@
+"""What the binaries share: flags, inputs, runs that resume, statistics, tables and plots."""

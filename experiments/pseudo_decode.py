@@ -1,0 +1,186 @@
+"""What a quantized KV cache does to a model, read as prefill reads it (static) and as decoding does (accumulated).
+
+A text is read in blocks by the unquantized model and, through each method's packed cache, by the quantized one.
+Writes config.json, rows.jsonl, summary.csv and plots to --out, and a table to the terminal. Example:
+
+  python -m experiments.pseudo_decode --method=kivi:bits=2,subgroup=128 --method=kvarn:bits=2 --sink=128 --num_tokens=2176
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+import kvq_jax as kvq
+import models
+from experiments import pseudo_decode_plots as plots
+from experiments import pseudo_decode_report as report
+from experiments.harness import environment, inputs, run, trace_rows
+from experiments.harness import flags as common
+from experiments.harness.progress import Progress
+
+BINARY = "pseudo_decode"
+flags.adopt_module_key_flags(common)
+flags.set_default(
+    common.METHOD,
+    [
+        "kivi:bits=2,subgroup=128",
+        "hadamard:bits=2",
+        "kvarn:bits=2,normalize=published",
+        "kvarn:bits=2,normalize=equivariant",
+    ],
+)
+BLOCK_SIZE = flags.DEFINE_multi_integer(
+    "block_size", [128], "Tokens a block; 1 is a decode loop. Repeat for several.", lower_bound=1
+)
+REGIME = flags.DEFINE_multi_enum(
+    "regime", ["static", "accumulated"], ["static", "accumulated"], "Whose keys and values fill the cache. Repeatable."
+)
+SKIP_POSITIONS = flags.DEFINE_integer(
+    "skip_positions", 256, "First positions, which no mean counts: little is quantized yet.", lower_bound=0
+)
+BUCKET = flags.DEFINE_integer("bucket", 256, "Positions a point of the curves by position.", lower_bound=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Everything a unit of work reads, checked."""
+
+    model: models.Model
+    tokens: np.ndarray  # int32 [batch, num_tokens]
+    methods: dict[str, kvq.Scheme]  # by the spec as it was typed
+    blocks: tuple[int, ...]
+    regimes: tuple[str, ...]
+    implementation: str
+
+
+def load_inputs() -> Inputs:
+    """Read and check the flags, the text and the model. Raises for what cannot run, before anything is written."""
+    if common.RESUME.value and not common.OUT.value:
+        raise ValueError("--resume needs to know which run to go on with; pass its folder as --out")
+    if SKIP_POSITIONS.value >= common.NUM_TOKENS.value - 1:
+        raise ValueError(
+            f"--skip_positions={SKIP_POSITIONS.value} leaves nothing of --num_tokens={common.NUM_TOKENS.value} to count; "
+            "pass fewer, or more tokens"
+        )
+    methods = common.methods()
+    if not methods:
+        raise ValueError(f"no --method was given; known: {', '.join(kvq.list_schemes())}")
+    implementation = kvq.resolve_implementation(common.IMPLEMENTATION.value)
+    inputs.read_text(common.TEXT.value)
+    model = inputs.load_model()
+    blocks = tuple(dict.fromkeys(BLOCK_SIZE.value))
+    tokens = inputs.windows(model)
+    inputs.check_methods(methods.values(), model, blocks)
+    return Inputs(model, tokens, methods, blocks, tuple(dict.fromkeys(REGIME.value)), implementation)
+
+
+def determines(given: Inputs) -> dict[str, Any]:
+    """Everything but a row's key that its numbers depend on."""
+    versions = environment.versions()
+    return {
+        "model_digest": given.model.digest,
+        "text_digest": inputs.digest(given.tokens),
+        "num_tokens": common.NUM_TOKENS.value,
+        "batch": common.BATCH.value,
+        "dtype": common.DTYPE.value,
+        "skip_positions": SKIP_POSITIONS.value,
+        "bucket": BUCKET.value,
+        "seed": common.SEED.value,
+        "implementation": given.implementation,
+        **{name: getattr(common, name.upper()).value for name in ("sink", "recent", "group", "protect")},
+        "device": environment.device(),
+        "jax": versions["jax"],
+        "kvq_jax": versions["kvq-jax"],
+    }
+
+
+def measure(given: Inputs, label: str, block: int, title: str) -> list[run.Row]:
+    """One unit of work: the reference and every regime of one method at one block size, side by side."""
+    scheme, tokens = given.methods[label], jnp.asarray(given.tokens)
+    start = time.perf_counter()
+    with Progress(title) as progress:
+        trace = common.interruptible(
+            lambda: kvq.pseudo_decode(
+                given.model.forward,
+                tokens,
+                scheme=scheme,
+                block=block,
+                regimes=given.regimes,
+                dtype=common.DTYPE.value,
+                implementation=given.implementation,
+                progress=progress,
+            )
+        )
+        rows = common.interruptible(
+            lambda: trace_rows.rows(trace, skip=SKIP_POSITIONS.value, bucket=BUCKET.value, seed=common.SEED.value)
+        )
+    k, v = scheme.resolve(given.model.config.head_dim)
+    batch, count = given.tokens.shape
+    about: run.Row = {
+        "label": label,
+        "num_tokens": count,
+        "batch": batch,
+        "sink": scheme.sink,
+        **{f"{side}_recent": one.window.recent for side, one in (("k", k), ("v", v))},
+        **{f"{side}_group": one.window.group for side, one in (("k", k), ("v", v))},
+        "skip_positions": SKIP_POSITIONS.value,
+        "bucket": BUCKET.value,
+        # of the text, where the reference and all regimes run; the first block, and with it compilation, is left out
+        "tokens_per_second": (count - block) * batch / progress.seconds(),
+        "seconds": time.perf_counter() - start,
+        "peak_memory_bytes": environment.peak_memory_bytes(),
+        "cache_bytes_16_bit": 4 * batch * count * given.model.config.num_hidden_layers * _numbers_a_token(given.model),
+        "model": common.MODEL.value,
+        "model_digest": given.model.digest,
+        "text": common.TEXT.value,
+        "text_digest": inputs.digest(given.tokens),
+        "seed": common.SEED.value,
+        "dtype": common.DTYPE.value,
+        "device": environment.device(),
+        "git_commit": environment.git_commit(),
+        "versions": environment.versions(),
+    }
+    return [row | about for row in rows]
+
+
+def _numbers_a_token(model: models.Model) -> int:
+    """Numbers of one token's keys in one layer."""
+    return model.config.num_key_value_heads * model.config.head_dim
+
+
+def body() -> None:
+    """The binary, after its flags have been parsed."""
+    given = common.interruptible(load_inputs)
+    config = {
+        "binary": BINARY,
+        "flags": common.as_config(),
+        "versions": environment.versions(),
+        "device": environment.device(),
+        "git_commit": environment.git_commit(),
+        "model_digest": given.model.digest,
+    }
+    out = Path(common.OUT.value) if common.OUT.value else run.default_path(BINARY)
+    key = ("method", "block_size", "regime")
+    with run.open_run(out, config=config, determines=determines(given), key=key, resume=common.RESUME.value) as results:
+        print(report.introduction(common.MODEL.value, common.TEXT.value, given.tokens.shape, SKIP_POSITIONS.value))
+        units = [(label, block) for block in given.blocks for label in given.methods]
+        for i, (label, block) in enumerate(units, start=1):
+            method = str(given.methods[label])
+            title = f"[{i}/{len(units)}] {label}" + (f", blocks of {block}" if len(given.blocks) > 1 else "")
+            if all(results.has(method=method, block_size=block, regime=regime) for regime in given.regimes):
+                print(f"{title}: already in {out}")
+                continue
+            results.append(measure(given, label, block, title))
+        files = [results.path / name for name in ("config.json", "rows.jsonl", "summary.csv")]
+        files += [results.write(name, png) for name, png in plots.draw(results.rows).items()]
+        print(report.conclusions(results.rows))
+        print("\nWritten:", *(f"  {file}" for file in files), sep="\n")
+
+
+if __name__ == "__main__":
+    common.main(body)

@@ -1,0 +1,93 @@
+"""The plots of `experiments.pseudo_decode`, from its rows."""
+
+from experiments.harness import plots
+from experiments.pseudo_decode_report import REGIMES, Row, Unit, units
+
+
+def draw(rows: list[Row]) -> dict[str, bytes]:
+    """Every plot that the rows allow, as PNG by file name."""
+    measured = units(rows)
+    pngs = {
+        "kl_by_position.png": kl_by_position(measured),
+        "attention_error_by_position.png": attention_error_by_position(measured),
+        "kl_against_bytes.png": kl_against_bytes(measured),
+    }
+    return pngs
+
+
+def _regimes(measured: list[Unit]) -> list[str]:
+    return [regime for regime in REGIMES if any(regime in unit.rows for unit in measured)]
+
+
+def _about(measured: list[Unit]) -> str:
+    row = measured[0].any
+    return f"{row['model'].rstrip('/').split('/')[-1]} reading {row['text'].split('/')[-1]}"
+
+
+def kl_by_position(measured: list[Unit]) -> bytes:
+    """One panel a regime, on one scale."""
+    shown = _regimes(measured)
+    fig, axes = plots.figure(len(shown))
+    top = max(y or 0.0 for unit in measured for row in unit.rows.values() for y in row["kl_by_bucket"])
+    for axis, regime in zip(axes, shown, strict=True):
+        for i, unit in enumerate(measured):
+            if row := unit.rows.get(regime):
+                plots.curve(axis, plots.centres(row), row["kl_by_bucket"], row["kl_by_bucket_sem"], unit.name, i)
+        plots.positions_axis(axis, measured[0].any)
+        axis.set_ylim(0, 1.15 * top or None)
+        axis.set_title(regime)
+    axes[0].set_ylabel("KL(reference ‖ quantized), nats")
+    return plots.as_png(fig, f"Distance of the next-token distribution: {_about(measured)}")
+
+
+def attention_error_by_position(measured: list[Unit]) -> bytes:
+    """One panel a regime on one scale, and what accumulation adds: the gap."""
+    shown = _regimes(measured)
+    both = len(shown) == len(REGIMES)
+    fig, axes = plots.figure(len(shown) + both)
+    name = "attention_mae_by_bucket"
+    top = max(y or 0.0 for unit in measured for row in unit.rows.values() for y in row[name])
+    for axis, regime in zip(axes, shown, strict=False):
+        for i, unit in enumerate(measured):
+            if row := unit.rows.get(regime):
+                plots.curve(axis, plots.centres(row), row[name], row[name + "_sem"], unit.name, i)
+        axis.set_ylim(0, 1.15 * top or None)
+        axis.set_title(regime)
+    if both:
+        for i, unit in enumerate(measured):
+            if len(unit.rows) == len(REGIMES):
+                static, accumulated = (unit.rows[regime][name] for regime in REGIMES)
+                gap = [a - s for s, a in zip(static, accumulated, strict=True)]
+                axes[-1].plot(plots.centres(unit.any), gap, label=unit.name, **plots.look(i))
+        axes[-1].axhline(0, color="#888888", linewidth=0.8)
+        axes[-1].set_title("gap: accumulated − static")
+    for axis in axes:
+        plots.positions_axis(axis, measured[0].any)
+    axes[0].set_ylabel("mean |O − O_ref| (units of V)")
+    return plots.as_png(fig, f"Error of the attention output before W_O: {_about(measured)}")
+
+
+def kl_against_bytes(measured: list[Unit]) -> bytes:
+    """Bytes as stored; accumulated filled, static hollow."""
+    fig, (axis,) = plots.figure(1, height=4.0)
+    for i, unit in enumerate(measured):
+        for regime in _regimes(measured):
+            if row := unit.rows.get(regime):
+                colour, marker = plots.look(i)["color"], plots.look(i)["marker"]
+                axis.errorbar(
+                    row["cache_bytes"] / 2**20,
+                    row["kl_nats"],
+                    yerr=row["kl_nats_sem"],
+                    color=colour,
+                    marker=marker,
+                    markersize=7,
+                    markerfacecolor="white" if regime == "static" else colour,
+                    linestyle="none",
+                    label=f"{unit.name}, {regime}",
+                )
+    dense = measured[0].any["cache_bytes_16_bit"] / 2**20
+    axis.set_xlabel(f"cache as stored (MiB); in 16 bits: {dense:.1f} MiB")
+    axis.set_ylabel("KL(reference ‖ quantized), nats")
+    axis.set_ylim(bottom=0)
+    axis.set_xlim(0, 1.15 * max(unit.any["cache_bytes"] for unit in measured) / 2**20)
+    return plots.as_png(fig, f"What the bytes buy: {_about(measured)}")
