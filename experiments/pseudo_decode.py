@@ -3,7 +3,7 @@
 A text is read in blocks by the unquantized model and, through each method's packed cache, by the quantized one.
 Writes config.json, rows.jsonl, summary.csv and plots to --out, and a table to the terminal. Example:
 
-  python -m experiments.pseudo_decode --method=kivi:bits=2,subgroup=128 --method=kvarn:bits=2 --sink=128 --num_tokens=2176
+  python -m experiments.pseudo_decode --method=kivi:bits=2 --method=kvarn:bits=2 --sink=128 --recent=0 --group=128
 """
 
 import dataclasses
@@ -63,10 +63,8 @@ def load_inputs() -> Inputs:
     if common.RESUME.value and not common.OUT.value:
         raise ValueError("--resume needs to know which run to go on with; pass its folder as --out")
     if SKIP_POSITIONS.value >= common.NUM_TOKENS.value - 1:
-        raise ValueError(
-            f"--skip_positions={SKIP_POSITIONS.value} leaves nothing of --num_tokens={common.NUM_TOKENS.value} to count; "
-            "pass fewer, or more tokens"
-        )
+        few = f"--skip_positions={SKIP_POSITIONS.value} leaves nothing of --num_tokens={common.NUM_TOKENS.value}"
+        raise ValueError(f"{few} to count; pass fewer, or more tokens")
     methods = common.methods()
     if not methods:
         raise ValueError(f"no --method was given; known: {', '.join(kvq.list_schemes())}")

@@ -7,12 +7,11 @@ from experiments.pseudo_decode_report import REGIMES, Row, Unit, units
 def draw(rows: list[Row]) -> dict[str, bytes]:
     """Every plot that the rows allow, as PNG by file name."""
     measured = units(rows)
-    pngs = {
+    return {
         "kl_by_position.png": kl_by_position(measured),
         "attention_error_by_position.png": attention_error_by_position(measured),
         "kl_against_bytes.png": kl_against_bytes(measured),
     }
-    return pngs
 
 
 def _regimes(measured: list[Unit]) -> list[str]:
@@ -68,26 +67,25 @@ def attention_error_by_position(measured: list[Unit]) -> bytes:
 
 
 def kl_against_bytes(measured: list[Unit]) -> bytes:
-    """Bytes as stored; accumulated filled, static hollow."""
-    fig, (axis,) = plots.figure(1, height=4.0)
+    """Bytes as stored; accumulated filled, static hollow, a line between the two."""
+    fig, (axis,) = plots.figure(1, height=4.2)
     for i, unit in enumerate(measured):
-        for regime in _regimes(measured):
-            if row := unit.rows.get(regime):
-                colour, marker = plots.look(i)["color"], plots.look(i)["marker"]
-                axis.errorbar(
-                    row["cache_bytes"] / 2**20,
-                    row["kl_nats"],
-                    yerr=row["kl_nats_sem"],
-                    color=colour,
-                    marker=marker,
-                    markersize=7,
-                    markerfacecolor="white" if regime == "static" else colour,
-                    linestyle="none",
-                    label=f"{unit.name}, {regime}",
-                )
+        colour, marker = plots.look(i)["color"], plots.look(i)["marker"]
+        for regime, row in unit.rows.items():
+            axis.errorbar(
+                row["cache_bytes"] / 2**20,
+                row["kl_nats"],
+                yerr=row["kl_nats_sem"] or 0.0,
+                color=colour,
+                marker=marker,
+                markersize=7,
+                markerfacecolor="white" if regime == "static" else colour,
+                label=unit.name if regime == unit.last["regime"] else None,
+            )
     dense = measured[0].any["cache_bytes_16_bit"] / 2**20
-    axis.set_xlabel(f"cache as stored (MiB); in 16 bits: {dense:.1f} MiB")
+    axis.set_xlabel(f"cache as stored, with its full-precision part (MiB); unquantized in 16 bits: {dense:.1f} MiB")
     axis.set_ylabel("KL(reference ‖ quantized), nats")
+    axis.set_title("filled: accumulated, hollow: static; bars: one standard error", fontsize=9)
     axis.set_ylim(bottom=0)
-    axis.set_xlim(0, 1.15 * max(unit.any["cache_bytes"] for unit in measured) / 2**20)
+    axis.margins(x=0.25)
     return plots.as_png(fig, f"What the bytes buy: {_about(measured)}")

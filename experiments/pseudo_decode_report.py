@@ -1,6 +1,7 @@
 """What `experiments.pseudo_decode` shows: the introduction, the table, sentences made from the numbers, and plots."""
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,20 +11,38 @@ Row = dict[str, Any]
 REGIMES = ("static", "accumulated")
 
 
+def _wrap(text: str, indent: str = "", first: str | None = None) -> str:
+    return textwrap.fill(text, 116, initial_indent=indent if first is None else first, subsequent_indent=indent)
+
+
 def introduction(model: str, text: str, shape: tuple[int, ...], skip: int) -> str:
     """What is compared, for a reader who has not seen the papers."""
     batch, tokens = shape
     many = f"{batch} sequences of " if batch > 1 else ""
-    return (
-        f"{model} reads {many}{tokens:,} tokens of {text} block by block. Each block attends to a cache of all earlier\n"
-        "keys and values: once unquantized (the reference), and once through the packed cache of each method.\n"
-        "  static       the cache is filled with the reference's keys and values. A rounding error is read, but never\n"
-        "               becomes an input: this is how prefill sees a method.\n"
-        "  accumulated  the cache is filled with what the quantized run itself computed. Errors travel down the layers\n"
-        "               and on in time, as in decoding: this is what generation gets.\n"
-        "KL is how far the quantized run's next-token distribution is from the reference's, in nats: 0 is identical,\n"
-        f"0.1 is visible in samples, 1 is another model. Positions from {skip} on are counted.\n"
-    )
+    paragraphs = [
+        _wrap(
+            f"{model} reads {many}{tokens:,} tokens of {text}, block by block. Each block attends to a cache of the "
+            "keys and values of all earlier ones: once unquantized (the reference), and through each method's packed "
+            "cache."
+        ),
+        _wrap(
+            "the cache is filled with the reference's keys and values. A rounding error is read, but never becomes an "
+            "input: so prefill sees a method.",
+            " " * 15,
+            "  static       ",
+        ),
+        _wrap(
+            "the cache is filled with what the quantized run itself computed. Errors travel down the layers and on in "
+            "time: so decoding sees a method.",
+            " " * 15,
+            "  accumulated  ",
+        ),
+        _wrap(
+            "KL is how far the quantized run's next-token distribution is from the reference's, in nats; 0 is "
+            f"identical. Positions from {skip} on are counted."
+        ),
+    ]
+    return "\n".join([*paragraphs, ""])
 
 
 def _window(row: Row) -> tuple[int, ...]:
@@ -69,6 +88,10 @@ def _number(value: float | None, form: str = ".3g") -> str:
     return "–" if value is None or not math.isfinite(value) else format(value, form)
 
 
+def _perplexity(value: float | None) -> str:
+    return _number(value, ".2f" if value is not None and value < 1e5 else ".3g")
+
+
 def _with_sem(unit: Unit, regime: str) -> str:
     value, error = unit.get(regime, "kl_nats"), unit.get(regime, "kl_nats_sem")
     return _number(value, ".4f") + (f" ±{_number(error, '.4f')}" if error is not None else "")
@@ -84,7 +107,7 @@ def _table(measured: list[Unit]) -> str:
         ("\naccumulated", lambda u: _with_sem(u, "accumulated")),
         ("\nratio", lambda u: _number(u.ratio(), ".2f")),
         ("same top-1\ntoken", lambda u: _number(u.last["top1_agreement"], ".1%")),
-        ("perplexity\n", lambda u: _number(u.last["perplexity"], ".2f")),
+        ("perplexity\n", lambda u: _perplexity(u.last["perplexity"])),
         ("attention error\nstatic", lambda u: _number(u.get("static", "attention_error_relative"), ".1%")),
         ("\naccumulated", lambda u: _number(u.get("accumulated", "attention_error_relative"), ".1%")),
         ("‖k̂‖/‖k‖\n", _norms),
@@ -94,21 +117,29 @@ def _table(measured: list[Unit]) -> str:
     if len(windows) > 1:
         columns.insert(1, ("full precision\nsink, K, V", lambda u: "{}, {}+{}, {}+{}".format(*_window(u.any))))
         how = (
-            "Full precision: the first tokens (sink) and the newest, as recent+group: a side rounds `group` tokens once it "
-            "holds recent+group. It differs\nbetween these methods; --sink, --recent and --group make it equal."
+            "Full precision: the first tokens (sink), then of K and V the newest, as recent+group: a side rounds group "
+            "tokens whenever it holds recent+group. These methods differ in it: --sink, --recent and --group make it "
+            "equal."
         )
     else:
-        how = "All keep in full precision: the first {} tokens, and of K the newest {}+{}, of V {}+{} (recent+group).".format(
-            *windows.pop()
-        )
+        how = "In full precision: the first {} tokens, of K the newest {}+{}, of V {}+{} (recent + group)."
+        how = how.format(*windows.pop())
+    notes = [
+        f"The reference's perplexity is {_perplexity(reference['perplexity_reference'])}. ± is one standard error, over "
+        f"{over}. Bits a number: of the main store (codes and scales), and of the whole cache, whose full-precision "
+        "part weighs less the longer the text.",
+        "Attention error: mean |O − O_ref| / mean |O_ref| before W_O, mean over layers. ‖k̂‖/‖k‖: the length of a key "
+        "after rounding against before, mean ± spread over tokens. This, the same top-1 token and perplexity are "
+        f"{_main_regime(measured)}.",
+        how,
+    ]
     shown = table([header for header, _ in columns], [[cell(unit) for _, cell in columns] for unit in measured])
-    notes = (
-        f"Reference perplexity {_number(reference['perplexity_reference'], '.2f')}. ± is one standard error over {over}. "
-        "Bits a number: main store (codes and scales) and whole cache\n(with the full-precision sink and window, which "
-        "weigh less the longer the text). Same top-1 token, perplexity and ‖k̂‖/‖k‖ (the length of a\nkey after rounding, "
-        "mean ± spread over tokens): accumulated, if it was run. Attention error: mean |O − O_ref| / mean |O_ref|, before W_O.\n"
-    )
-    return f"{shown}\n\n{notes}{how}"
+    return "\n".join([shown, "", *map(_wrap, notes)])
+
+
+def _main_regime(measured: list[Unit]) -> str:
+    """The regime of the columns that show only one."""
+    return "accumulated" if any("accumulated" in unit.rows for unit in measured) else "static"
 
 
 def _norms(unit: Unit) -> str:
@@ -162,7 +193,7 @@ def conclusions(rows: list[Row]) -> str:
     said: list[str] = []
     for block in dict.fromkeys(u.any["block_size"] for u in measured):
         group = [u for u in measured if u.any["block_size"] == block]
-        said += _ranking(group, "accumulated" if any("accumulated" in u.rows for u in group) else "static")
+        said += _ranking(group, _main_regime(group))
         said += _regimes(group)
     small = [u.any for u in measured]
     sizes, dense = [row["cache_bytes"] / 2**20 for row in small], small[0]["cache_bytes_16_bit"] / 2**20
@@ -170,7 +201,7 @@ def conclusions(rows: list[Row]) -> str:
     speeds = [row["tokens_per_second"] for row in small if row["tokens_per_second"]]
     if speeds:
         said.append(
-            f"Speed: {min(speeds):,.0f} to {max(speeds):,.0f} tokens a second with the reference and all regimes side by "
-            f"side, compilation not counted. Peak memory {max(r['peak_memory_bytes'] for r in small) / 2**30:.2f} GiB."
+            f"Speed: {min(speeds):,.0f} to {max(speeds):,.0f} tokens a second, the reference and all regimes side by "
+            f"side, without compilation. Peak memory: {max(r['peak_memory_bytes'] for r in small) / 2**30:.2f} GiB."
         )
-    return "\n".join(["", _table(measured), "", *(f"• {sentence}" for sentence in said)])
+    return "\n".join(["", _table(measured), "", *(_wrap(sentence, "  ", "• ") for sentence in said)])

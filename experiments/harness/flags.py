@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
 import kvq_jax as kvq
 
@@ -97,6 +97,7 @@ def main(body: Callable[[], None]) -> NoReturn:
     def parser(argv: list[str]) -> list[str]:
         if code := status(lambda: parse(argv)):
             sys.exit(code)
+        logging.set_verbosity(logging.WARNING)  # JAX tells which backends it does not find
         return argv[:1]
 
     def run(_: list[str]) -> int:

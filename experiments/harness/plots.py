@@ -17,7 +17,7 @@ Row = dict[str, Any]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX"
-STYLE = {
+STYLE: Any = {
     "figure.dpi": 150,
     "font.size": 9,
     "axes.spines.top": False,

@@ -55,7 +55,7 @@ def bootstrap_interval(
     confidence: float = 0.95,
     resamples: int = 2000,
 ) -> tuple[float, float]:
-    """Percentile bootstrap of `statistic`, which maps `[resamples, samples]` to `[resamples]`; NaN below two samples."""
+    """Percentile bootstrap of `statistic`, which maps `[draws, samples]` to `[draws]`; NaN below two samples."""
     x = np.asarray(x, np.float64)
     if x.size < 2:
         return float("nan"), float("nan")

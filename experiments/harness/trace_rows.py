@@ -10,6 +10,9 @@ from experiments.harness.statistics import bootstrap_interval, by_bucket, estima
 
 Row = dict[str, Any]
 
+# Two orders of the same float32 sum move the attention output by less than this part of it; 8 bits, by 100 times more.
+NOISE = 1e-5
+
 
 def rows(trace: kvq.Trace, *, skip: int, bucket: int, seed: int) -> list[Row]:
     """One row a regime. Means are over valid positions >= skip; curves by bucket are over all valid positions.
@@ -17,7 +20,8 @@ def rows(trace: kvq.Trace, *, skip: int, bucket: int, seed: int) -> list[Row]:
     Raises ValueError where a number is not finite, and where a method that claims to quantize changed nothing.
     """
     fields = {field.name: getattr(trace, field.name) for field in dataclasses.fields(trace)}
-    trace = dataclasses.replace(trace, **{k: np.asarray(x) for k, x in fields.items() if hasattr(x, "dtype")})
+    on_host: dict[str, Any] = {name: np.asarray(x) for name, x in fields.items() if hasattr(x, "dtype")}
+    trace = dataclasses.replace(trace, **on_host)
     check_finite(trace)
     counted = np.asarray(trace.valid & (np.arange(trace.valid.shape[1]) >= skip))
     if not (counted & np.asarray(trace.scored)).any():
@@ -56,12 +60,13 @@ def check_changed(trace: kvq.Trace, counted: np.ndarray) -> None:
     if not np.asarray(trace.quantized_tokens).any():
         raise ValueError(f"{who}: no token was quantized; pass more --num_tokens, or a smaller --sink or --recent")
     for regime, kl, mae in zip(trace.regimes, trace.kl, trace.attention_mae, strict=True):
-        for name, curve in (("KL", np.asarray(kl)), ("attention error", np.asarray(mae).mean(axis=0))):
-            if not curve[counted].any():
-                raise ValueError(
-                    f"{who}, {regime}: the {name} is exactly 0 at every counted position, so that what was quantized "
-                    "was never read; pass more --num_tokens, or fewer --skip_positions"
-                )
+        moved = np.asarray(mae)[:, counted].mean() / np.asarray(trace.attention_scale)[:, counted].mean()
+        if not np.asarray(kl)[counted].any() or moved < NOISE:
+            raise ValueError(
+                f"{who}, {regime}: the attention output moves by {moved:.1e} of its size and the KL by at most "
+                f"{np.abs(np.asarray(kl)[counted]).max():.1e} nats, so that what was quantized was never read; pass more "
+                "--num_tokens, or fewer --skip_positions"
+            )
 
 
 def _mean(x: np.ndarray) -> float:
