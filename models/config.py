@@ -42,6 +42,9 @@ _MUST_BE_TRUE = {"is_causal"}  # an explicit false here is not "off" but another
 
 _HIDDEN_ACTS = ("silu", "swish")
 DEFAULT_ROPE_THETA = 10000.0  # of every supported class in Transformers; Llama 2's config.json relies on it
+MOST_LAYERS = (
+    10_000  # every layer's tensors are listed before the file is read; damaged metadata may ask for any number
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,9 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
     model_type = raw.get("model_type")
     classes = raw.get("architectures") or []
     supported = ", ".join(ARCHITECTURES.values())
-    if model_type not in ARCHITECTURES:
+    if not isinstance(classes, list):
+        raise ValueError(f"{where}: 'architectures' must be a list of names, got {classes!r}")
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         named = classes[0] if classes else model_type
         raise ValueError(
             f"{where}: architecture {named!r} (model_type = {model_type!r}) is not supported; supported are {supported}"
@@ -168,6 +173,8 @@ def _count(raw: Mapping[str, Any], key: str, where: str) -> int:
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{where}: {key!r} must be a positive integer, got {value!r}")
+    if key == "num_hidden_layers" and value > MOST_LAYERS:
+        raise ValueError(f"{where}: {key!r} must be at most {MOST_LAYERS}, got {value}; the file is damaged")
     return value
 
 

@@ -115,6 +115,8 @@ def load(
         raise ValueError(f"dtype = {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
     if mesh is not None and MODEL_AXIS not in mesh.shape:
         raise ValueError(f"the mesh has axes {tuple(mesh.shape)}, but one named {MODEL_AXIS!r} is needed")
+    if context is not None and (isinstance(context, bool) or not isinstance(context, int)):
+        raise ValueError(f"context = {context!r} must be an integer number of tokens or None")
     checkpoint = open_checkpoint(name_or_path, context=context)
     if context is not None and not 0 < context <= checkpoint.config.max_position_embeddings:
         raise ValueError(

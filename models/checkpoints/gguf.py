@@ -63,6 +63,10 @@ class GGUFCheckpoint:
             detail = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"{path}: is not a whole GGUF file ({detail}); copy the file again") from None
         self._path, self._metadata = path, metadata
+        if (split := metadata.get("split.count")) is not None and split.contents() > 1:
+            raise ValueError(
+                f"{path}: is one of {split.contents()} parts; merge them into one file (gguf-split --merge)"
+            )
         if architecture not in ARCHITECTURES:
             raise ValueError(
                 f"{path}: GGUF architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
