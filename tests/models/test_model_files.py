@@ -202,6 +202,8 @@ def test_load_arguments_are_checked(tmp_path) -> None:
         models.load(DATA / "qwen2_tiny", dtype="int4")
     with pytest.raises(FileNotFoundError, match="smollm2-135m"):
         models.load("no-such-model")
+    with pytest.raises(ValueError, match="context = '8'"):
+        models.load(DATA / "qwen2_tiny", context="8")
     with pytest.raises(ValueError, match="context = 9999"):
         models.load(DATA / "qwen2_tiny", context=9999)
     (tmp_path / "weights.bin").write_bytes(b"x")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_checkpoints import DATA, FOLDERS, TOLERANCE, Recording, assert_golden, golden, read, write
+from tiny_checkpoints import DATA, FOLDERS, TOLERANCE, Recording, assert_golden, golden, read, run, write
 
 import models
 from kvq_jax.attention import CausalAttention
@@ -95,10 +95,10 @@ def test_weights_are_arguments_and_not_constants_of_the_program() -> None:
 def test_positions_are_logical_so_a_left_padded_row_equals_the_row_alone() -> None:
     model = models.load(DATA / "qwen3_tiny")
     tokens = jnp.asarray(golden("qwen3_tiny")["tokens"][:, :12])
-    alone = model.forward(tokens[:1, 4:], jnp.arange(8)[None], CausalAttention()).all()
+    alone = run(model.forward, tokens[:1, 4:], jnp.arange(8)[None])
     positions = jnp.stack([jnp.maximum(jnp.arange(12) - 4, 0), jnp.arange(12)])
     valid = jnp.stack([jnp.arange(12) >= 4, jnp.ones(12, bool)])
-    padded = model.forward(tokens, positions, CausalAttention(valid=valid)).all()
+    padded = run(model.forward, tokens, positions, valid)
     np.testing.assert_allclose(padded[0, 4:], alone[0], atol=1e-5)
 
 
@@ -128,7 +128,7 @@ def test_tokens_outside_the_vocabulary_or_of_another_shape_are_refused(tokens, m
 def test_a_token_outside_the_vocabulary_is_nan_inside_jit_and_not_another_token() -> None:
     model = models.load(DATA / "qwen2_tiny")
     tokens = jnp.asarray([[0, 1, 2], [0, 320, 2]])
-    logits = model.forward(tokens, jnp.broadcast_to(jnp.arange(3), (2, 3)), CausalAttention()).all()
+    logits = run(model.forward, tokens, jnp.broadcast_to(jnp.arange(3), (2, 3)))
     assert np.isfinite(logits[0]).all()
     assert np.isnan(logits[1, 1:]).all()
 

@@ -5,10 +5,9 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_checkpoints import DATA, TOLERANCE, Recording, golden, oracle_logits, read, write
+from tiny_checkpoints import DATA, TOLERANCE, Recording, golden, oracle_logits, read, run, write
 
 import models
-from kvq_jax.attention import CausalAttention
 from models.rope import llama3_frequencies
 
 
@@ -77,11 +76,11 @@ def test_longrope_never_mixes_its_tables_silently(tmp_path) -> None:
     late = jnp.broadcast_to(jnp.arange(24, 40), (2, 16))  # crosses 32, and earlier keys were short
     early = late - 24
     undecided = models.load(path)
-    rows = undecided.forward(tokens, jnp.stack([late[0], early[1]]), CausalAttention()).all()
+    rows = run(undecided.forward, tokens, jnp.stack([late[0], early[1]]))
     assert np.isnan(rows[0]).any()
     assert np.isfinite(rows[1]).all()  # a row does not suffer from its neighbour
-    assert np.isnan(models.load(path, context=32).forward(tokens, late, CausalAttention()).all()).any()
-    assert np.isfinite(models.load(path, context=1024).forward(tokens, late, CausalAttention()).all()).all()
+    assert np.isnan(run(models.load(path, context=32).forward, tokens, late)).any()
+    assert np.isfinite(run(models.load(path, context=1024).forward, tokens, late)).all()
 
 
 def test_longrope_in_chunks_equals_the_whole_once_the_context_is_given(tmp_path) -> None:

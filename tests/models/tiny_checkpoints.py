@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 from safetensors.numpy import load_file, save_file
 
 from kvq_jax.attention import CausalAttention
+from kvq_jax.protocol import Forward
 from models import Model
 
 DATA = Path(__file__).parents[1] / "data" / "models"
@@ -69,6 +71,12 @@ def assert_golden(model: Model, folder: str) -> None:
     want = golden(folder)
     got = np.asarray(model.logits(want["tokens"]))[:, want["logit_positions"]]
     assert np.abs(got - want["logits"]).max() < TOLERANCE * want["logits"].std()
+
+
+@jax.jit
+def run(forward: Forward, tokens: Array, positions: Array, valid: Array | None = None) -> Array:
+    """All logits of a plain causal forward at the given positions."""
+    return forward(tokens, positions, CausalAttention(valid=valid)).all()
 
 
 @dataclass
