@@ -125,7 +125,7 @@ def _table(measured: list[Unit]) -> str:
         how = "In full precision: the first {} tokens, of K the newest {}+{}, of V {}+{} (recent + group)."
         how = how.format(*windows.pop())
     notes = [
-        f"The reference's perplexity is {_perplexity(reference['perplexity_reference'])}. ± is one standard error, over "
+        f"Perplexity of the reference: {_perplexity(reference['perplexity_reference'])}. ± is one standard error, over "
         f"{over}. Bits a number: of the main store (codes and scales), and of the whole cache, whose full-precision "
         "part weighs less the longer the text.",
         "Attention error: mean |O − O_ref| / mean |O_ref| before W_O, mean over layers. ‖k̂‖/‖k‖: the length of a key "

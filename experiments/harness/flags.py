@@ -42,7 +42,10 @@ def methods() -> dict[str, kvq.Scheme]:
     """Every --method as it was typed, with the window flags applied; the same scheme twice counts once."""
     schemes: dict[str, kvq.Scheme] = {}
     for spec in METHOD.value:
-        scheme = kvq.scheme(kvq.scheme(spec), **window_flags())
+        try:
+            scheme = kvq.scheme(spec, **window_flags())
+        except ValueError as error:
+            raise ValueError(f"--method={spec}: {error}") from None
         if scheme not in schemes.values():
             schemes[spec.strip()] = scheme
     return schemes

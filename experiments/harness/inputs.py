@@ -80,12 +80,6 @@ def check_methods(schemes: Iterable[kvq.Scheme], model: models.Model, blocks: It
     """Raise ValueError where a method does not fit the model, or would quantize nothing of a text this short."""
     config, tokens = model.config, flags.NUM_TOKENS.value
     for scheme in schemes:
-        shape = {"batch": flags.BATCH.value, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-        policy = {"capacity": tokens, "dtype": flags.DTYPE.value, "layers": config.num_hidden_layers}
-        try:
-            jax.eval_shape(lambda scheme=scheme, kwargs=shape | policy: kvq.init_cache(scheme, **kwargs))
-        except ValueError as error:
-            raise ValueError(f"--method={scheme}: {error}") from None
         fewest = min(side.window.recent + side.window.group for side in scheme.resolve(config.head_dim)) + scheme.sink
         for block in blocks:
             if block > tokens:
@@ -100,3 +94,9 @@ def check_methods(schemes: Iterable[kvq.Scheme], model: models.Model, blocks: It
                     f"window once {fewest} are cached, and the last block of --block_size={block} reads {read}; pass "
                     "more --num_tokens, or a smaller --sink, --recent, --group or --block_size"
                 )
+        shape = {"batch": flags.BATCH.value, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+        policy = {"capacity": tokens, "dtype": flags.DTYPE.value, "layers": config.num_hidden_layers}
+        try:
+            jax.eval_shape(lambda scheme=scheme, kwargs=shape | policy: kvq.init_cache(scheme, **kwargs))
+        except ValueError as error:
+            raise ValueError(f"--method={scheme}: {error}") from None

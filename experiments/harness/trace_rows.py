@@ -62,10 +62,11 @@ def check_changed(trace: kvq.Trace, counted: np.ndarray) -> None:
     for regime, kl, mae in zip(trace.regimes, trace.kl, trace.attention_mae, strict=True):
         moved = np.asarray(mae)[:, counted].mean() / np.asarray(trace.attention_scale)[:, counted].mean()
         if not np.asarray(kl)[counted].any() or moved < NOISE:
+            most = np.abs(np.asarray(kl)[counted]).max()
             raise ValueError(
-                f"{who}, {regime}: the attention output moves by {moved:.1e} of its size and the KL by at most "
-                f"{np.abs(np.asarray(kl)[counted]).max():.1e} nats, so that what was quantized was never read; pass more "
-                "--num_tokens, or fewer --skip_positions"
+                f"{who}, {regime}: the attention output moves by {moved:.1e} of its size and the KL is at most "
+                f"{most:.1e} nats, so that what was quantized was never read; pass more --num_tokens, or fewer "
+                "--skip_positions"
             )
 
 
