@@ -32,11 +32,23 @@ def hadamard(x: Array, axis: int = -1) -> Array:
             f"a head_dim of {size} has no power-of-two block to rotate; use an even head_dim or a scheme without rotation"
         )
     y = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
-    shape = y.shape
-    half = 1
-    while half < block:
-        pairs = y.reshape(*shape[:-1], size // (2 * half), 2, half)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        y = jnp.stack([a + b, a - b], axis=-2).reshape(shape)
-        half *= 2
+    shape, done = y.shape, 1
+    while done < block:
+        radix = min(_RADIX, block // done)
+        parts = y.reshape(*shape[:-1], size // (radix * done), radix, done)
+        y = jnp.stack(_butterflies([parts[..., i, :] for i in range(radix)]), axis=-2).reshape(shape)
+        done *= radix
     return jnp.moveaxis(y * np.float32(1 / math.sqrt(block)), -1, axis)
+
+
+_RADIX = 8  # of one pass: fewer passes over the array, and fewer kernels to compile, than butterflies of two
+
+
+def _butterflies(parts: list[Array]) -> list[Array]:
+    """The unscaled Hadamard transform across a list of 2^n arrays."""
+    if len(parts) == 1:
+        return parts
+    half = len(parts) // 2
+    sums = [a + b for a, b in zip(parts[:half], parts[half:], strict=True)]
+    differences = [a - b for a, b in zip(parts[:half], parts[half:], strict=True)]
+    return _butterflies(sums) + _butterflies(differences)

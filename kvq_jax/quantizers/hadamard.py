@@ -10,7 +10,7 @@ from kvq_jax.schemes import Bits, Side, Window, option, register
 @dataclass(frozen=True, kw_only=True)
 class Hadamard(Bits):
     """K and V are rotated. K: groups of `group` tokens of one channel; V: one group a token. Both sides flush `group`
-    tokens at a time. Scale and zero are rounded to `scales` first and the codes computed with what is stored.
+    tokens at a time.
 
     Bits a value, main store: K bits + 2·bits(scales)/group, V bits + 2·bits(scales)/head_dim.
     """

@@ -16,8 +16,7 @@ def largest_divisor(number: int, at_most: int) -> int:
 class Kivi(Bits):
     """K: groups of `subgroup` tokens of one channel, flushed `residual` tokens at a time (no recent window). V: groups
     of `subgroup` channels of one token (the largest divisor of head_dim that is not larger), flushed one token at a
-    time, the newest `residual` in full precision. No sink. Scale and zero (the minimum) are rounded to `scales` first
-    and the codes computed with what is stored.
+    time, the newest `residual` in full precision. No sink.
 
     Bits a value, main store: bits + 2·bits(scales)/subgroup.
     """
