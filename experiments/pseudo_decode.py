@@ -165,7 +165,11 @@ def body() -> None:
     out = Path(common.OUT.value) if common.OUT.value else run.default_path(BINARY)
     key = ("method", "block_size", "regime")
     with run.open_run(out, config=config, determines=determines(given), key=key, resume=common.RESUME.value) as results:
-        print(report.introduction(common.MODEL.value, common.TEXT.value, given.tokens.shape, SKIP_POSITIONS.value))
+        print(
+            report.introduction(
+                common.MODEL.value, common.TEXT.value, given.tokens.shape, given.blocks, SKIP_POSITIONS.value
+            )
+        )
         units = [(label, block) for block in given.blocks for label in given.methods]
         for i, (label, block) in enumerate(units, start=1):
             method = str(given.methods[label])

@@ -23,17 +23,23 @@ def _about(measured: list[Unit]) -> str:
     return f"{row['model'].rstrip('/').split('/')[-1]} reading {row['text'].split('/')[-1]}"
 
 
+def _top(measured: list[Unit], curve: str) -> float:
+    """A little above the highest band of all panels, so that they share one scale."""
+    rows = [row for unit in measured for row in unit.rows.values()]
+    return 1.05 * max(y + (e or 0.0) for row in rows for y, e in zip(row[curve], row[curve + "_sem"], strict=True))
+
+
 def kl_by_position(measured: list[Unit]) -> bytes:
     """One panel a regime, on one scale."""
     shown = _regimes(measured)
     fig, axes = plots.figure(len(shown))
-    top = max(y or 0.0 for unit in measured for row in unit.rows.values() for y in row["kl_by_bucket"])
+    top = _top(measured, "kl_by_bucket")
     for axis, regime in zip(axes, shown, strict=True):
         for i, unit in enumerate(measured):
             if row := unit.rows.get(regime):
                 plots.curve(axis, plots.centres(row), row["kl_by_bucket"], row["kl_by_bucket_sem"], unit.name, i)
         plots.positions_axis(axis, measured[0].any)
-        axis.set_ylim(0, 1.15 * top or None)
+        axis.set_ylim(0, top or None)
         axis.set_title(regime)
     axes[0].set_ylabel("KL(reference ‖ quantized), nats")
     return plots.as_png(fig, f"Distance of the next-token distribution: {_about(measured)}")
@@ -45,12 +51,12 @@ def attention_error_by_position(measured: list[Unit]) -> bytes:
     both = len(shown) == len(REGIMES)
     fig, axes = plots.figure(len(shown) + both)
     name = "attention_mae_by_bucket"
-    top = max(y or 0.0 for unit in measured for row in unit.rows.values() for y in row[name])
+    top = _top(measured, name)
     for axis, regime in zip(axes, shown, strict=False):
         for i, unit in enumerate(measured):
             if row := unit.rows.get(regime):
                 plots.curve(axis, plots.centres(row), row[name], row[name + "_sem"], unit.name, i)
-        axis.set_ylim(0, 1.15 * top or None)
+        axis.set_ylim(0, top or None)
         axis.set_title(regime)
     if both:
         for i, unit in enumerate(measured):
@@ -68,7 +74,7 @@ def attention_error_by_position(measured: list[Unit]) -> bytes:
 
 def kl_against_bytes(measured: list[Unit]) -> bytes:
     """Bytes as stored; accumulated filled, static hollow, a line between the two."""
-    fig, (axis,) = plots.figure(1, height=4.2)
+    fig, (axis,) = plots.figure(1)
     for i, unit in enumerate(measured):
         colour, marker = plots.look(i)["color"], plots.look(i)["marker"]
         for regime, row in unit.rows.items():
@@ -80,12 +86,13 @@ def kl_against_bytes(measured: list[Unit]) -> bytes:
                 marker=marker,
                 markersize=7,
                 markerfacecolor="white" if regime == "static" else colour,
-                label=unit.name if regime == unit.last["regime"] else None,
+                label=f"{unit.name}: {row['cache_bytes'] / 2**20:.4g} MiB" if regime == unit.last["regime"] else None,
             )
     dense = measured[0].any["cache_bytes_16_bit"] / 2**20
-    axis.set_xlabel(f"cache as stored, with its full-precision part (MiB); unquantized in 16 bits: {dense:.1f} MiB")
+    axis.axvline(dense, color="#888888", linestyle=":", label=f"unquantized in 16 bits: {dense:.4g} MiB")
+    axis.set_xlabel("cache as stored, with its full-precision part (MiB)")
+    axis.set_xlim(left=0)
     axis.set_ylabel("KL(reference ‖ quantized), nats")
     axis.set_title("filled: accumulated, hollow: static; bars: one standard error", fontsize=9)
     axis.set_ylim(bottom=0)
-    axis.margins(x=0.25)
     return plots.as_png(fig, f"What the bytes buy: {_about(measured)}")

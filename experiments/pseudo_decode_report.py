@@ -15,15 +15,15 @@ def _wrap(text: str, indent: str = "", first: str | None = None) -> str:
     return textwrap.fill(text, 116, initial_indent=indent if first is None else first, subsequent_indent=indent)
 
 
-def introduction(model: str, text: str, shape: tuple[int, ...], skip: int) -> str:
+def introduction(model: str, text: str, shape: tuple[int, ...], blocks: tuple[int, ...], skip: int) -> str:
     """What is compared, for a reader who has not seen the papers."""
     batch, tokens = shape
-    many = f"{batch} sequences of " if batch > 1 else ""
+    many, sizes = f"{batch} sequences of " if batch > 1 else "", " and ".join(map(str, blocks))
     paragraphs = [
         _wrap(
-            f"{model} reads {many}{tokens:,} tokens of {text}, block by block. Each block attends to a cache of the "
-            "keys and values of all earlier ones: once unquantized (the reference), and through each method's packed "
-            "cache."
+            f"{model} reads {many}{tokens:,} tokens of {text}, in blocks of {sizes}. Each block attends to a cache of "
+            "the keys and values of all earlier ones: once unquantized (the reference), and through each method's "
+            "packed cache."
         ),
         _wrap(
             "the cache is filled with the reference's keys and values. A rounding error is read, but never becomes an "
@@ -99,6 +99,7 @@ def _with_sem(unit: Unit, regime: str) -> str:
 
 def _table(measured: list[Unit]) -> str:
     over = measured[0].any["kl_nats_sem_over"]
+    correlated = " (too small, as they are correlated; --batch gives one over sequences)" if over == "positions" else ""
     columns: list[tuple[str, Callable[[Unit], str]]] = [
         ("method", lambda u: u.name),
         ("bits a number\nstore", lambda u: _number(u.any["bits_per_element_store"], ".2f")),
@@ -126,8 +127,8 @@ def _table(measured: list[Unit]) -> str:
         how = how.format(*windows.pop())
     notes = [
         f"Perplexity of the reference: {_perplexity(reference['perplexity_reference'])}. ± is one standard error, over "
-        f"{over}. Bits a number: of the main store (codes and scales), and of the whole cache, whose full-precision "
-        "part weighs less the longer the text.",
+        f"{over}{correlated}. Bits a number: of the main store (codes and scales), and of the whole cache, whose "
+        "full-precision part weighs less the longer the text.",
         "Attention error: mean |O − O_ref| / mean |O_ref| before W_O, mean over layers. ‖k̂‖/‖k‖: the length of a key "
         "after rounding against before, mean ± spread over tokens. This, the same top-1 token and perplexity are "
         f"{_main_regime(measured)}.",
@@ -154,8 +155,10 @@ def _interval(unit: Unit, regime: str) -> tuple[float, float]:
 
 
 def _ranking(measured: list[Unit], regime: str) -> list[str]:
-    """Who is best, and whether the others' intervals overlap."""
-    ranked = sorted((u for u in measured if regime in u.rows), key=lambda u: u.rows[regime]["kl_nats"])
+    """Which of the methods that quantize is best, and whether the others' intervals overlap."""
+    ranked = sorted(
+        (u for u in measured if regime in u.rows and u.any["layers_quantized"]), key=lambda u: u.rows[regime]["kl_nats"]
+    )
     if len(ranked) < 2:
         return []
     best, *others = ranked

@@ -36,22 +36,22 @@ def look(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % n], "linestyle": DASHES[i // n % len(DASHES)], "marker": MARKERS[i % n]}
 
 
-def figure(panels: int, height: float = 3.6) -> tuple[Figure, list[Axes]]:
-    """A row of panels, with room for a legend below."""
+def figure(panels: int) -> tuple[Figure, list[Axes]]:
+    """A row of panels."""
     with plt.rc_context(STYLE):
-        fig, axes = plt.subplots(1, panels, figsize=(4.2 * panels if panels > 1 else 6.4, height), squeeze=False)
+        fig, axes = plt.subplots(1, panels, figsize=(4.2 * panels if panels > 1 else 6.4, 3.2), squeeze=False)
     return fig, list(axes[0])
 
 
 def as_png(fig: Figure, title: str) -> bytes:
     """Finish a figure: title, one legend below all panels."""
-    axes = fig.axes
-    handles, labels = axes[0].get_legend_handles_labels()
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    columns = min(len(fig.axes), 2)
+    legend = 0.2 * -(-len(labels) // columns) + 0.05  # inches
+    fig.set_figheight(fig.get_figheight() + legend)
     with plt.rc_context(STYLE):
         fig.suptitle(title, fontsize=10)
-        columns = min(len(labels), 2) or 1
-        below = 0.045 * -(-len(labels) // columns) * 3.6 / fig.get_figheight() + 0.02
-        fig.tight_layout(rect=(0, below, 1, 1))
+        fig.tight_layout(rect=(0, legend / fig.get_figheight(), 1, 1))
         fig.legend(handles, labels, loc="lower center", ncols=columns)
         buffer = io.BytesIO()
         fig.savefig(buffer, format="png")
