@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
@@ -101,22 +102,23 @@ def measure(given: Inputs, label: str, block: int, title: str) -> list[run.Row]:
     """One unit of work: the reference and every regime of one method at one block size, side by side."""
     scheme, tokens = given.methods[label], jnp.asarray(given.tokens)
     start = time.perf_counter()
+
+    def compute() -> list[run.Row]:
+        trace = kvq.pseudo_decode(
+            given.model.forward,
+            tokens,
+            scheme=scheme,
+            block=block,
+            regimes=given.regimes,
+            dtype=common.DTYPE.value,
+            implementation=given.implementation,
+            progress=progress,
+        )
+        jax.effects_barrier()  # the last block has been reported
+        return trace_rows.rows(trace, skip=SKIP_POSITIONS.value, bucket=BUCKET.value, seed=common.SEED.value)
+
     with Progress(title) as progress:
-        trace = common.interruptible(
-            lambda: kvq.pseudo_decode(
-                given.model.forward,
-                tokens,
-                scheme=scheme,
-                block=block,
-                regimes=given.regimes,
-                dtype=common.DTYPE.value,
-                implementation=given.implementation,
-                progress=progress,
-            )
-        )
-        rows = common.interruptible(
-            lambda: trace_rows.rows(trace, skip=SKIP_POSITIONS.value, bucket=BUCKET.value, seed=common.SEED.value)
-        )
+        rows = common.interruptible(compute)
     k, v = scheme.resolve(given.model.config.head_dim)
     batch, count = given.tokens.shape
     about: run.Row = {
