@@ -89,7 +89,7 @@ class _Queries:
     sliding_window: int | None
 
     def mask(self, key_position: Array, exists: Array, causal: bool) -> Array:
-        """Which keys each query sees, broadcastable to `[batch, 1, queries, keys]`. key_position, exists: `[batch, keys]`."""
+        """Which keys `[batch, keys]` each query sees, broadcastable to `[batch, 1, queries, keys]`."""
         seen = exists[:, None, :]
         distance = self.position[:, :, None] - key_position[:, None, :]
         if causal:
@@ -135,7 +135,7 @@ def _pad_tokens(x: Array, tokens: int) -> Array:
 
 
 def _over_cache(q: Array, queries: _Queries, cache: Cache, causal: bool, dynamic: bool) -> _Softmax:
-    """Scores and values of everything cached. q: scaled and in K's stored basis `[batch, kv_heads, queries, head_dim]`."""
+    """Everything cached. q: scaled and in K's stored basis `[batch, kv_heads, queries, head_dim]`."""
     k, v, sink = cache.k, cache.v, cache.scheme.sink
     batch, kv_heads, rows, _ = q.shape
     state = _Softmax.start(batch, kv_heads, rows, v.side.quantizer.head_dim)
@@ -273,16 +273,19 @@ def _reference(
     valid: Array,
 ) -> Array:
     """The formula, dense: every key and value in the original basis, one softmax."""
-    kv_heads, keys, values, at, exists = q.shape[1] // call.heads_per_kv, [], [], [], []
     batch = q.shape[0]
+    keys: list[Array] = []
+    values: list[Array] = []
+    at: list[Array] = []
+    exists: list[Array] = []
     if cache is not None:
         k, v = read(cache)
-        keys.append(k), values.append(v)
-        at.append(jnp.broadcast_to(jnp.arange(k.shape[2]), (batch, k.shape[2])))
-        exists.append(at[0] < cache.length[:, None])
+        keys, values = [k], [v]
+        at = [jnp.broadcast_to(jnp.arange(k.shape[2]), (batch, k.shape[2]))]
+        exists = [at[0] < cache.length[:, None]]
     if block is not None:
-        keys.append(block[0].astype(jnp.float32)), values.append(block[1].astype(jnp.float32))
-        at.append(position), exists.append(valid)
+        keys, values = ([*known, x.astype(jnp.float32)] for known, x in zip((keys, values), block, strict=True))
+        at, exists = [*at, position], [*exists, valid]
     k, v = jnp.concatenate(keys, 2), jnp.concatenate(values, 2)
     k, v = (jnp.repeat(x, call.heads_per_kv, axis=1) for x in (k, v))
     distance = position[:, :, None] - jnp.concatenate(at, 1)[:, None, :]

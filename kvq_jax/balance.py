@@ -4,9 +4,8 @@ A tile T `[..., R, C]` is written as B · s_r · s_c with rows and columns of B 
 rounding axis. Standard deviations subtract the mean, are unbiased (ddof = 1) and two-pass in float32.
 """
 
-from typing import NamedTuple
-
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +83,7 @@ def _normalize(tile: Array, *, iters: int, equivariant: bool) -> Balanced:
     def step(log_scale: Array, std: Array) -> Array:
         return jnp.clip(log_scale + jnp.log(jnp.clip(std, 1e-3, 1e3)), floor, LOG_CEILING)
 
-    def iterate(carry: tuple[Array, ...], _: None) -> tuple[tuple[Array, ...], None]:
+    def iterate(carry: tuple[Array, Array, Array, Array, Array], _: None) -> tuple[Any, None]:
         log_c, log_r, best_c, best_r, best = carry
         log_c = step(log_c, _std(scaled(log_c, log_r), -2))
         log_r = step(log_r, _std(scaled(log_c, log_r), -1))

@@ -136,7 +136,7 @@ def init_cache(
 
 
 def per_row(fn: Callable[..., Array], *args: Array) -> Array:
-    """vmap over the batch, but a single row runs unbatched: a batched dynamic slice becomes a gather, which is slower."""
+    """vmap over the batch, but a single row runs unbatched: batched, a dynamic slice becomes a slower gather."""
     if args[0].shape[0] == 1:
         return fn(*(a[0] for a in args))[None]
     return jax.vmap(fn)(*args)
@@ -172,7 +172,7 @@ def _write_tiles(leaf: Array, new: Array, first: Array, count: Array) -> Array:
 
 
 def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Array) -> SideCache:
-    """Append the first `count` of x's tokens to each row. x: `[batch, kv_heads, n, head_dim]`, stored basis and dtype."""
+    """Append the first `count` tokens of x `[batch, kv_heads, n, head_dim]` (stored basis and dtype) to each row."""
     window, quantizer, n = cache.side.window, cache.side.quantizer, x.shape[2]
     x = _tokens_where(jnp.arange(n) < count[:, None], x)
     sink_tokens = cache.sink
@@ -228,8 +228,8 @@ def check_block(cache: Cache, name: str, x: Array, head_dim: int) -> None:
 def append(cache: Cache, k: Array, v: Array, *, valid: Array | None = None) -> Cache:
     """Append a block of K and V `[batch, kv_heads, tokens, head_dim]`; full groups leave the window.
 
-    `valid` `[batch, tokens]` bool marks the tokens that exist; the others (padding, on any side) are skipped, so that each
-    row holds what it would hold alone. Any split of the same tokens into appends gives the same stored bytes.
+    `valid` `[batch, tokens]` bool marks the tokens that exist; the others (padding, on any side) are skipped, so that
+    each row holds what it would hold alone. Any split of the same tokens into appends gives the same stored bytes.
 
     Safe under jit, scan, vmap and donation. Over capacity: outside of a trace a ValueError; inside, the row is left as
     it was, and `checkify.checkify` with `checkify.all_checks` or `user_checks` reports it.
@@ -250,8 +250,8 @@ def append(cache: Cache, k: Array, v: Array, *, valid: Array | None = None) -> C
     if is_concrete(fits) and not bool(fits.all()):
         row = int(jnp.argmin(fits))
         raise ValueError(
-            f"row {row} would hold {int(cache.length[row]) + int(count[row])} tokens; the cache's capacity is {cache.capacity}: "
-            f"make it larger in init_cache, or trim"
+            f"row {row} would hold {int(cache.length[row]) + int(count[row])} tokens; the cache's capacity is "
+            f"{cache.capacity}: make it larger in init_cache, or trim"
         )
     checkify.debug_check(
         jnp.all(fits), "append exceeds the cache's capacity of {capacity} tokens", capacity=jnp.int32(cache.capacity)
@@ -333,8 +333,9 @@ def trim(cache: Cache, tokens: int | Array) -> Cache:
         row = int(jnp.argmin(whole))
         tile = math.lcm(cache.k.tile_tokens, cache.v.tile_tokens)
         raise ValueError(
-            f"trim to {int(target[row])} tokens cuts through a quantized tile of row {row}; go to {cache.scheme.sink} plus a multiple of "
-            f"{tile}, or keep more recent tokens in full precision (recent={cache.k.side.window.recent})"
+            f"trim to {int(target[row])} tokens cuts through a quantized tile of row {row}; go to {cache.scheme.sink} "
+            f"plus a multiple of {tile}, or keep more recent tokens in full precision "
+            f"(recent={cache.k.side.window.recent})"
         )
     checkify.debug_check(jnp.all(whole), "trim cuts through a quantized tile")
     target = jnp.where(whole, target, cache.length)

@@ -1,4 +1,4 @@
-"""What is measured between a reference and a quantized run (`specs` of both papers; docs/architecture.md says which)."""
+"""What is measured between a reference and a quantized run."""
 
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ def magnitude_direction(x: Array, x_hat: Array) -> MagnitudeDirection:
 class VectorErrors(NamedTuple):
     """Sums over vectors, so that parts of a cache can be added up."""
 
-    count: Array
+    vectors: Array
     squared_error: Array
     squared: Array
     ratio: Array  # ‖x̂‖/‖x‖ over vectors that are not zero
@@ -54,8 +54,8 @@ class VectorErrors(NamedTuple):
 
     def ratio_mean(self) -> Array:
         """Mean of ‖x̂‖/‖x‖."""
-        return self.ratio / self.count
+        return self.ratio / self.vectors
 
     def ratio_std(self) -> Array:
         """Standard deviation of ‖x̂‖/‖x‖ over vectors."""
-        return jnp.sqrt(jnp.maximum(self.ratio_squared / self.count - jnp.square(self.ratio_mean()), 0.0))
+        return jnp.sqrt(jnp.maximum(self.ratio_squared / self.vectors - jnp.square(self.ratio_mean()), 0.0))

@@ -6,6 +6,7 @@ int32 words and of KVarN's tiles. For b in {1, 2, 4, 8} a byte holds 8/b codes; 
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 BITS = (1, 2, 3, 4, 8)
 
@@ -32,15 +33,15 @@ def pack(codes: Array, bits: int, axis: int = -1) -> Array:
     per_unit, unit_bytes = _unit(bits)
     packed_size(codes.shape[axis], bits)
     x = jnp.moveaxis(codes, axis, -1)
-    x = x.reshape(*x.shape[:-1], -1, per_unit).astype(jnp.uint32)
+    x = x.reshape(*x.shape[:-1], x.shape[-1] // per_unit, per_unit).astype(jnp.uint32)
     shifts = jnp.arange(per_unit, dtype=jnp.uint32) * bits
     word = jnp.sum(x << shifts, axis=-1, dtype=jnp.uint32)  # the fields do not overlap: the sum is their union
     units = word[..., None] >> (8 * jnp.arange(unit_bytes, dtype=jnp.uint32))
-    return jnp.moveaxis(units.astype(jnp.uint8).reshape(*x.shape[:-2], -1), -1, axis)
+    return jnp.moveaxis(units.astype(jnp.uint8).reshape(*x.shape[:-2], x.shape[-2] * unit_bytes), -1, axis)
 
 
-def unpack(packed: Array, bits: int, axis: int = -1) -> Array:
-    """Inverse of `pack`: uint8 -> uint8 codes."""
+def unpack(packed: Array, bits: int, axis: int = -1, dtype: DTypeLike = jnp.uint8) -> Array:
+    """Inverse of `pack`: uint8 bytes -> codes, in `dtype`."""
     per_unit, unit_bytes = _unit(bits)
     if packed.shape[axis] % unit_bytes:
         raise ValueError(
@@ -48,13 +49,12 @@ def unpack(packed: Array, bits: int, axis: int = -1) -> Array:
         )
     x = jnp.moveaxis(packed, axis, -1)
     if bits == 8:
-        return packed
-    if unit_bytes == 1:  # stays in uint8: the read path runs this on every tile
-        shifts = (jnp.arange(per_unit) * bits).astype(jnp.uint8)
-        codes = (x[..., None] >> shifts) & jnp.uint8(2**bits - 1)
+        return packed.astype(dtype)
+    if unit_bytes == 1:  # int32, because no CPU shifts vectors of bytes: the read path runs this on every tile
+        codes = (x.astype(jnp.int32)[..., None] >> (jnp.arange(per_unit) * bits)) & (2**bits - 1)
     else:
-        x = x.reshape(*x.shape[:-1], -1, unit_bytes).astype(jnp.uint32)
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // unit_bytes, unit_bytes).astype(jnp.uint32)
         word = jnp.sum(x << (8 * jnp.arange(unit_bytes, dtype=jnp.uint32)), axis=-1, dtype=jnp.uint32)
         shifts = jnp.arange(per_unit, dtype=jnp.uint32) * bits
-        codes = ((word[..., None] >> shifts) & (2**bits - 1)).astype(jnp.uint8)
-    return jnp.moveaxis(codes.reshape(*codes.shape[:-2], -1), -1, axis)
+        codes = (word[..., None] >> shifts) & (2**bits - 1)
+    return jnp.moveaxis(codes.astype(dtype).reshape(*codes.shape[:-2], codes.shape[-2] * per_unit), -1, axis)

@@ -170,7 +170,7 @@ def _as_lazy(logits: Array | LazyLogits) -> LazyLogits:
 
 
 def _compare_logits(reference: LazyLogits, quantized: LazyLogits, target: Array, regimes: int) -> dict[str, Array]:
-    """KL, agreement and both losses of every position, in chunks of LOGIT_TOKENS. quantized: `[regimes · batch, ...]`."""
+    """KL, agreement and both losses of every position, in chunks of LOGIT_TOKENS. quantized: regimes · batch rows."""
     batch, n = target.shape
     size = min(n, LOGIT_TOKENS)
     chunks = -(-n // size)
@@ -204,8 +204,12 @@ def _by_layer(parts: list[Array], runs: Sequence[_Run]) -> Array:
     return jnp.concatenate([x if run.stacked else x[None] for run, x in zip(runs, parts, strict=True)])
 
 
-def _cache_errors(reference: Cache, cache: Cache, rows: slice) -> tuple[VectorErrors, VectorErrors]:
-    """The main store against the reference's keys and values, tile by tile. `rows`: those of one regime."""
+def _cache_errors(caches: tuple[Cache, Cache], rows: slice) -> tuple[VectorErrors, VectorErrors]:
+    """The main store against the reference's keys and values, tile by tile.
+
+    caches: the reference's and the quantized one. rows: of the quantized one, those of one regime.
+    """
+    reference, cache = caches
 
     def side_errors(name: str) -> VectorErrors:
         exact, side = getattr(reference, name), getattr(cache, name)
@@ -271,7 +275,7 @@ def _run(
         ref = _CachedAttention(runs, reference, exists, implementation)
         ref_logits = _as_lazy(forward(tokens, positions, ref))
         reference = tuple(
-            _append_run(run, c, *new, exists) for run, c, new in zip(runs, reference, ref.new, strict=True)
+            _append_run(run, c, k, v, exists) for run, c, (k, v) in zip(runs, reference, ref.new, strict=True)
         )
         curves: dict[str, Array] = {
             "attention_scale": _by_layer([jnp.abs(o).mean((-3, -1), dtype=jnp.float32) for o in ref.outputs], runs)
@@ -286,7 +290,7 @@ def _run(
                     parts = jnp.split(mine, count, axis=-4)
                     parts = [its if r == "static" else part for r, part in zip(regimes, parts, strict=True)]
                     kv.append(jnp.concatenate(parts, axis=-4))
-                appended.append(_append_run(run, cache, *kv, rows(exists)))
+                appended.append(_append_run(run, cache, kv[0], kv[1], rows(exists)))
             quantized = tuple(appended)
             curves |= _compare_logits(ref_logits, logits, targets, count)
             maes = [
@@ -320,9 +324,8 @@ def _run(
             if not quantizes:
                 per_regime.append([jnp.full((run.layers,) if run.stacked else (), jnp.nan)] * 4)
                 continue
-            k, v = (
-                measure(ref_cache, cache) if run.stacked is None else lax.map(lambda c: measure(*c), (ref_cache, cache))
-            )
+            both = (ref_cache, cache)
+            k, v = measure(both) if run.stacked is None else lax.map(measure, both)
             per_regime.append([k.relative_mse(), k.ratio_mean(), k.ratio_std(), v.relative_mse()])
         for name, values in zip(_BY_LAYER, zip(*per_regime, strict=True), strict=True):
             errors.setdefault(name, []).append(jnp.stack(values, axis=-1))  # [(layers,) regimes]
@@ -372,7 +375,7 @@ def pseudo_decode(
 
     Args:
       forward: `(tokens, positions, attend) -> logits | LazyLogits` (docs/embedding.md). Make it a
-        `jax.tree_util.Partial(fn, params)`: its arrays are then arguments of the compiled function, not constants in it.
+        `jax.tree_util.Partial(fn, params)`: its arrays are then arguments of the compiled function, not constants.
       scheme: a spec or Scheme; its `protect` keeps layers at both ends in full precision.
       block: tokens a block, from 1 (a decode loop) to N. N need not be a multiple.
       regimes: of "static", "accumulated"; the reference always runs. Empty: the reference alone.

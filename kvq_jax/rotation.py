@@ -1,7 +1,7 @@
 """The Hadamard rotation of the channels.
 
-H is the Sylvester (natural order) Hadamard matrix over sqrt(D): H = Hᵀ = H⁻¹, no random signs (QuaRot; KVarN; see
-`docs/architecture.md`). Where D is not a power of two no Sylvester matrix exists, and H is block-diagonal with blocks of
+H is the Sylvester (natural order) Hadamard matrix over sqrt(D): H = Hᵀ = H⁻¹, no random signs (QuaRot; KVarN).
+Where D is not a power of two no Sylvester matrix exists, and H is block-diagonal with blocks of
 the largest power of two that divides D: 80 = 5·16, 96 = 3·32.
 """
 
@@ -29,7 +29,7 @@ def hadamard(x: Array, axis: int = -1) -> Array:
     block = block_size(size)
     if block < 2:
         raise ValueError(
-            f"a head_dim of {size} has no power-of-two block to rotate; use an even head_dim or a scheme without rotation"
+            f"an odd head_dim ({size}) has nothing to rotate; use an even head_dim or a scheme without rotation"
         )
     y = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
     shape, done = y.shape, 1

@@ -1,7 +1,7 @@
 """Schemes: what is stored of K and V, and when a token leaves the full-precision window.
 
 A scheme is a frozen dataclass whose fields are the fields of its spec string, so that
-`scheme("kvarn:bits=2,iters=8") == scheme("kvarn", bits=2, iters=8)`. One file in `quantizers/` defines and registers it.
+`scheme("kvarn:bits=2,iters=8") == scheme("kvarn", bits=2, iters=8)`. A scheme is one file in `quantizers/`.
 """
 
 import abc
@@ -115,15 +115,16 @@ class Scheme(abc.ABC):
             tile = side.quantizer.tile_tokens
             if window.group % tile:
                 raise ValueError(
-                    f"{self.name}: group={window.group} is not divisible by the {tile} tokens that {label} rounds together; "
-                    f"use a multiple of {tile}"
+                    f"{self.name}: group={window.group} is not divisible by the {tile} tokens that {label} rounds "
+                    f"together; use a multiple of {tile}"
                 )
             resolved.append(dataclasses.replace(side, window=window))
         return resolved[0], resolved[1]
 
     def __str__(self) -> str:
         """The canonical spec: the scheme's own fields always, the common ones where they were set."""
-        own, common = [], []
+        own: list[str] = []
+        common: list[str] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             inherited = field.name in COMMON_FIELDS and field.default == COMMON_FIELDS[field.name].default
@@ -139,7 +140,7 @@ COMMON_FIELDS = {field.name: field for field in dataclasses.fields(Scheme)}
 
 @dataclass(frozen=True, kw_only=True)
 class Bits(Scheme):
-    """`bits` for both sides, or `k_bits` and `v_bits`. Equal sides are kept as `bits`, so that equal schemes are equal."""
+    """`bits` for both sides, or `k_bits` and `v_bits`. Equal sides are kept as `bits`, so equal schemes are equal."""
 
     bits: int | None = option(2, optional=True, allowed=BITS)
     k_bits: int | None = option(None, kind=int, allowed=BITS)
@@ -215,9 +216,11 @@ def scheme(spec: str | Scheme, **fields: Any) -> Scheme:
         key, equals, text = (p.strip() for p in part.partition("="))
         if not equals or not text:
             raise ValueError(f"{name}: {part!r} is not of the form field=value")
-        if key in given or key in fields:
+        if key in given:
             raise ValueError(f"{name}: {key} is given twice")
         given[key] = _parse(cls, key, text)
+        if given[key] != fields.get(key, given[key]):
+            raise ValueError(f"{name}: {key} is both {given[key]} and {fields[key]}; give one")
     return _build(cls, given | fields)
 
 

@@ -47,7 +47,7 @@ class Affine(Quantizer):
         return RoundedRows(codes, store_scale(scale, scale_dtype), store(low, zero_dtype))
 
     def _codes(self, leaves: Leaves) -> Array:
-        return unpack(leaves["codes"], self.bits).astype(jnp.float32)
+        return unpack(leaves["codes"], self.bits, dtype=jnp.float32)
 
 
 def _wide(leaves: Leaves, name: str) -> Array:

