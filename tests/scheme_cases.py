@@ -3,6 +3,8 @@
 `small` is the same scheme with groups of a few tokens, for tests of structure; rows that only vary a number have none.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +85,17 @@ def assert_same(one: kvq.Cache, other: kvq.Cache) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{name} differs"
 
 
-def row(cache: kvq.Cache, i: int) -> kvq.Cache:
-    """The cache of one row."""
-    return jax.tree.map(lambda leaf: leaf[i : i + 1], cache)
+@contextlib.contextmanager
+def compiles() -> Iterator[list[str]]:
+    """A list that grows with every compilation inside."""
+    found: list[str] = []
+
+    def listen(event: str, _: float, **__: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
