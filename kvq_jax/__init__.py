@@ -5,16 +5,14 @@ from kvq_jax.balance import variance_normalize
 from kvq_jax.cache import (
     Cache,
     append,
-    bits_per_element,
     init_cache,
     lengths,
-    nbytes,
     read,
     roundtrip,
     select_rows,
-    stored,
     trim,
 )
+from kvq_jax.memory import bits_per_element, nbytes, stored
 from kvq_jax.protocol import Attend, LazyLogits
 from kvq_jax.pseudo_decode import Trace, pseudo_decode
 from kvq_jax.rotation import hadamard

@@ -21,11 +21,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kvq_jax.attention import READ_TOKENS, attend, resolve_implementation
-from kvq_jax.cache import Cache, append, init_cache, nbytes, to_stored_basis
+from kvq_jax.attention import READ_TOKENS, resolve_implementation
+from kvq_jax.cache import Cache, to_stored_basis
+from kvq_jax.layers import CachedAttention, Run, append_run, plan_layers
 from kvq_jax.measures import VectorErrors, kl_divergence
-from kvq_jax.protocol import Attend, Forward, LazyLogits
-from kvq_jax.schemes import Scheme, full_precision, layer_schemes
+from kvq_jax.memory import nbytes
+from kvq_jax.protocol import Forward, LazyLogits
+from kvq_jax.schemes import Scheme, full_precision
 from kvq_jax.schemes import scheme as make_scheme
 
 REGIMES = ("static", "accumulated")
@@ -58,111 +60,6 @@ class Trace:
     key_norm_ratio_mean: Array  # [regimes, layers]: ‖k̂‖/‖k‖
     key_norm_ratio_std: Array  # [regimes, layers]
     value_relative_mse: Array  # [regimes, layers]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive layers with one scheme; `stacked` of them at once where the forward scans, else None: one layer."""
-
-    kv_heads: int
-    head_dim: int
-    stacked: int | None
-    scheme: Scheme | None = None
-
-    @property
-    def layers(self) -> int:
-        return self.stacked or 1
-
-    def empty(self, scheme: Scheme, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
-        cache = init_cache(
-            scheme, batch=batch, kv_heads=self.kv_heads, head_dim=self.head_dim, capacity=capacity, dtype=dtype
-        )
-        if self.stacked is None:
-            return cache
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.stacked, *leaf.shape)), cache)
-
-
-class _Probe:
-    """An `Attend` that only notes the layers it meets."""
-
-    def __init__(self) -> None:
-        self.found: list[_Run] = []
-
-    def __call__(self, q: Array, k: Array, v: Array, **_: Any) -> Array:
-        if k.shape != v.shape:
-            raise ValueError(f"layer {len(self.found)}: k {k.shape} and v {v.shape} differ; a cache holds equal shapes")
-        self.found.append(_Run(k.shape[1], k.shape[3], None))
-        return jnp.zeros(q.shape, q.dtype)
-
-    def scan(self, layer: Callable[[Any, Any, Attend], Any], x: Any, layers: Any) -> Any:
-        inner = _Probe()
-        x = layer(x, jax.tree.map(lambda leaf: leaf[0], layers), inner)
-        (one,) = inner.found  # the protocol: one attention a layer
-        self.found.append(_Run(one.kv_heads, one.head_dim, jax.tree.leaves(layers)[0].shape[0]))
-        return x
-
-
-def _plan(forward: Forward, policy: Scheme, batch: int, block: int, dtype: DTypeLike) -> tuple[_Run, ...]:
-    """The model's layers, in runs of equal schemes. Traces the forward once, computes nothing."""
-    probe = _Probe()
-    tokens = jax.ShapeDtypeStruct((batch, block), jnp.int32)
-    jax.eval_shape(lambda t: forward(t, t, probe), tokens)
-    if not probe.found:
-        raise ValueError("forward never called the attention it was given; see docs/embedding.md for the protocol")
-    schemes = iter(layer_schemes(policy, sum(run.layers for run in probe.found), dtype))
-    runs = []
-    for found in probe.found:
-        of_layers = [next(schemes) for _ in range(found.layers)]
-        start = 0
-        for end in range(1, found.layers + 1):
-            if end == found.layers or of_layers[end] != of_layers[start]:
-                stacked = None if found.stacked is None else end - start
-                runs.append(_Run(found.kv_heads, found.head_dim, stacked, of_layers[start]))
-                start = end
-    return tuple(runs)
-
-
-class _CachedAttention:
-    """An `Attend` over one cache a layer. Keeps each run's new K and V, and its outputs, for the caller."""
-
-    def __init__(self, runs: Sequence[_Run], caches: Sequence[Cache], valid: Array | None, implementation: str) -> None:
-        self.todo = list(zip(runs, caches, strict=True))
-        self.valid, self.implementation = valid, implementation
-        self.new: list[tuple[Array, Array]] = []  # one a run: [(layers,) batch, kv_heads, tokens, head_dim]
-        self.outputs: list[Array] = []
-
-    def __call__(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
-        _, cache = self.todo.pop(0)
-        how = {"valid": self.valid, "implementation": self.implementation, **options}
-        if cache.scheme.reads_own == "quantized":
-            out = attend(q, append(cache, k, v, valid=self.valid), **how)
-        else:
-            out = attend(q, cache, k, v, **how)
-        self.new.append((k, v))
-        self.outputs.append(out)
-        return out
-
-    def scan(self, layer: Callable[[Any, Any, Attend], Any], x: Any, layers: Any) -> Any:
-        total, start = jax.tree.leaves(layers)[0].shape[0], 0
-        while start < total:
-            run, caches = self.todo.pop(0)
-            part = jax.tree.map(lambda leaf, i=start, j=start + run.layers: leaf[i:j], layers)
-
-            def step(x: Any, one: tuple[Any, Cache], run: _Run = run) -> tuple[Any, Any]:
-                inner = _CachedAttention([run], [one[1]], self.valid, self.implementation)
-                x = layer(x, one[0], inner)
-                return x, (inner.new[0], inner.outputs[0])
-
-            x, (new, outputs) = lax.scan(step, x, (part, caches))
-            self.new.append(new)
-            self.outputs.append(outputs)
-            start += run.layers
-        return x
-
-
-def _append_run(run: _Run, cache: Cache, k: Array, v: Array, valid: Array | None) -> Cache:
-    one = functools.partial(append, valid=valid)
-    return one(cache, k, v) if run.stacked is None else jax.vmap(one)(cache, k, v)
 
 
 def _as_lazy(logits: Array | LazyLogits) -> LazyLogits:
@@ -199,7 +96,7 @@ def _compare_logits(reference: LazyLogits, quantized: LazyLogits, target: Array,
     return {name: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)[..., :n] for name, x in parts.items()}
 
 
-def _by_layer(parts: list[Array], runs: Sequence[_Run]) -> Array:
+def _by_layer(parts: list[Array], runs: Sequence[Run]) -> Array:
     """One array a run, `[layers, ...]` or `[...]` -> `[all layers, ...]`."""
     return jnp.concatenate([x if run.stacked else x[None] for run, x in zip(runs, parts, strict=True)])
 
@@ -250,7 +147,7 @@ def _run(
     valid: Array | None,  # [blocks, batch, block]; None where every token exists
     *,
     static_forward: Hashable,
-    runs: tuple[_Run, ...],
+    runs: tuple[Run, ...],
     regimes: tuple[str, ...],
     dtype: DTypeLike,
     implementation: str,
@@ -272,16 +169,16 @@ def _run(
         step = jnp.ones((batch, block), jnp.int32) if exists is None else exists.astype(jnp.int32)
         positions = jnp.maximum(length[:, None] + jnp.cumsum(step, axis=1) - 1, 0)
 
-        ref = _CachedAttention(runs, reference, exists, implementation)
+        ref = CachedAttention(runs, reference, exists, implementation)
         ref_logits = _as_lazy(forward(tokens, positions, ref))
         reference = tuple(
-            _append_run(run, c, k, v, exists) for run, c, (k, v) in zip(runs, reference, ref.new, strict=True)
+            append_run(run, c, k, v, exists) for run, c, (k, v) in zip(runs, reference, ref.new, strict=True)
         )
         curves: dict[str, Array] = {
             "attention_scale": _by_layer([jnp.abs(o).mean((-3, -1), dtype=jnp.float32) for o in ref.outputs], runs)
         }
         if count:
-            run_ = _CachedAttention(runs, quantized, rows(exists), implementation)
+            run_ = CachedAttention(runs, quantized, rows(exists), implementation)
             logits = _as_lazy(forward(rows(tokens), rows(positions), run_))
             appended = []
             for run, cache, own, of_reference in zip(runs, quantized, run_.new, ref.new, strict=True):
@@ -290,7 +187,7 @@ def _run(
                     parts = jnp.split(mine, count, axis=-4)
                     parts = [its if r == "static" else part for r, part in zip(regimes, parts, strict=True)]
                     kv.append(jnp.concatenate(parts, axis=-4))
-                appended.append(_append_run(run, cache, kv[0], kv[1], rows(exists)))
+                appended.append(append_run(run, cache, kv[0], kv[1], rows(exists)))
             quantized = tuple(appended)
             curves |= _compare_logits(ref_logits, logits, targets, count)
             maes = [
@@ -411,7 +308,7 @@ def pseudo_decode(
     def split(x: Array) -> Array:  # [batch, N] -> [blocks, batch, block]
         return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, padding))).reshape(batch, blocks, block), 1, 0)
 
-    runs = _plan(forward, policy, batch, block, dtype)
+    runs = plan_layers(forward, policy, batch, block, dtype)
     is_tree = _is_array_tree(forward)
     out = _run(
         forward if is_tree else None,

@@ -1,0 +1,125 @@
+"""The layers of a forward that is not ours: finding them, and giving each its cache.
+
+Layers are found by tracing the forward once with an attention that only takes notes. A forward that scans over stacked
+layers gets stacked caches, in runs of layers with equal schemes.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from kvq_jax.attention import attend
+from kvq_jax.cache import Cache, append, init_cache
+from kvq_jax.protocol import Attend, Forward
+from kvq_jax.schemes import Scheme, layer_schemes
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive layers with one scheme; `stacked` of them at once where the forward scans, else None: one layer."""
+
+    kv_heads: int
+    head_dim: int
+    stacked: int | None
+    scheme: Scheme | None = None
+
+    @property
+    def layers(self) -> int:
+        return self.stacked or 1
+
+    def empty(self, scheme: Scheme, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+        cache = init_cache(
+            scheme, batch=batch, kv_heads=self.kv_heads, head_dim=self.head_dim, capacity=capacity, dtype=dtype
+        )
+        if self.stacked is None:
+            return cache
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.stacked, *leaf.shape)), cache)
+
+
+class _Probe:
+    """An `Attend` that only notes the layers it meets."""
+
+    def __init__(self) -> None:
+        self.found: list[Run] = []
+
+    def __call__(self, q: Array, k: Array, v: Array, **_: Any) -> Array:
+        if k.shape != v.shape:
+            raise ValueError(f"layer {len(self.found)}: k {k.shape} and v {v.shape} differ; a cache holds equal shapes")
+        self.found.append(Run(k.shape[1], k.shape[3], None))
+        return jnp.zeros(q.shape, q.dtype)
+
+    def scan(self, layer: Callable[[Any, Any, Attend], Any], x: Any, layers: Any) -> Any:
+        inner = _Probe()
+        x = layer(x, jax.tree.map(lambda leaf: leaf[0], layers), inner)
+        (one,) = inner.found  # the protocol: one attention a layer
+        self.found.append(Run(one.kv_heads, one.head_dim, jax.tree.leaves(layers)[0].shape[0]))
+        return x
+
+
+def plan_layers(forward: Forward, policy: Scheme, batch: int, block: int, dtype: DTypeLike) -> tuple[Run, ...]:
+    """The model's layers, in runs of equal schemes. Traces the forward once, computes nothing."""
+    probe = _Probe()
+    tokens = jax.ShapeDtypeStruct((batch, block), jnp.int32)
+    jax.eval_shape(lambda t: forward(t, t, probe), tokens)
+    if not probe.found:
+        raise ValueError("forward never called the attention it was given; see docs/embedding.md for the protocol")
+    schemes = iter(layer_schemes(policy, sum(run.layers for run in probe.found), dtype))
+    runs = []
+    for found in probe.found:
+        of_layers = [next(schemes) for _ in range(found.layers)]
+        start = 0
+        for end in range(1, found.layers + 1):
+            if end == found.layers or of_layers[end] != of_layers[start]:
+                stacked = None if found.stacked is None else end - start
+                runs.append(Run(found.kv_heads, found.head_dim, stacked, of_layers[start]))
+                start = end
+    return tuple(runs)
+
+
+class CachedAttention:
+    """An `Attend` over one cache a layer. Keeps each run's new K and V, and its outputs, for the caller."""
+
+    def __init__(self, runs: Sequence[Run], caches: Sequence[Cache], valid: Array | None, implementation: str) -> None:
+        self.todo = list(zip(runs, caches, strict=True))
+        self.valid, self.implementation = valid, implementation
+        self.new: list[tuple[Array, Array]] = []  # one a run: [(layers,) batch, kv_heads, tokens, head_dim]
+        self.outputs: list[Array] = []
+
+    def __call__(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        _, cache = self.todo.pop(0)
+        how = {"valid": self.valid, "implementation": self.implementation, **options}
+        if cache.scheme.reads_own == "quantized":
+            out = attend(q, append(cache, k, v, valid=self.valid), **how)
+        else:
+            out = attend(q, cache, k, v, **how)
+        self.new.append((k, v))
+        self.outputs.append(out)
+        return out
+
+    def scan(self, layer: Callable[[Any, Any, Attend], Any], x: Any, layers: Any) -> Any:
+        total, start = jax.tree.leaves(layers)[0].shape[0], 0
+        while start < total:
+            run, caches = self.todo.pop(0)
+            part = jax.tree.map(lambda leaf, i=start, j=start + run.layers: leaf[i:j], layers)
+
+            def step(x: Any, one: tuple[Any, Cache], run: Run = run) -> tuple[Any, Any]:
+                inner = CachedAttention([run], [one[1]], self.valid, self.implementation)
+                x = layer(x, one[0], inner)
+                return x, (inner.new[0], inner.outputs[0])
+
+            x, (new, outputs) = lax.scan(step, x, (part, caches))
+            self.new.append(new)
+            self.outputs.append(outputs)
+            start += run.layers
+        return x
+
+
+def append_run(run: Run, cache: Cache, k: Array, v: Array, valid: Array | None) -> Cache:
+    one = functools.partial(append, valid=valid)
+    return one(cache, k, v) if run.stacked is None else jax.vmap(one)(cache, k, v)
