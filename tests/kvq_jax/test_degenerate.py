@@ -93,7 +93,8 @@ def test_what_is_not_finite_stays_in_its_own_tile_head_and_row(spec: str, name: 
 
 
 @pytest.mark.parametrize(
-    "scheme", ["kivi:bits=8,subgroup=8,residual=16,scales=f32", "kvarn:bits=8,group=16,scales=f32,normalize=equivariant"]
+    "scheme",
+    ["kivi:bits=8,subgroup=8,residual=16,scales=f32", "kvarn:bits=8,group=16,scales=f32,normalize=equivariant"],
 )
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e6, 1e30])
 def test_float32_scales_follow_any_magnitude(scheme: str, magnitude: float) -> None:
