@@ -26,7 +26,8 @@ from kvq_jax.rotation import hadamard
 
 IMPLEMENTATIONS = ("reference", "xla")
 READ_TOKENS = 512  # tokens of a read tile: large enough to keep a matrix product busy, small enough for a CPU's cache
-MASKED = -1e30  # finite: a row that sees nothing must not turn into NaN
+MASKED = -3e38  # finite, and so is NOTHING: a row that sees nothing must not turn into NaN
+NOTHING = -1e38  # the largest score before any key; a masked key then weighs exp(−2e38) = 0 whatever was seen
 X = TypeVar("X")
 
 
@@ -54,16 +55,19 @@ class _Softmax:
     @staticmethod
     def start(batch: int, kv_heads: int, queries: int, head_dim: int) -> "_Softmax":
         rows = jnp.zeros((batch, kv_heads, queries), jnp.float32)
-        return _Softmax(rows + MASKED, rows, jnp.zeros((*rows.shape, head_dim), jnp.float32))
+        return _Softmax(rows + NOTHING, rows, jnp.zeros((*rows.shape, head_dim), jnp.float32))
 
-    def see(self, scores: Array, mask: Array | None, weighted_sum: Callable[[Array], Array]) -> "_Softmax":
+    def see(self, scores: Array, mask: Array, weighted_sum: Callable[[Array], Array]) -> "_Softmax":
         """Add keys: scores `[batch, kv_heads, queries, keys]`, mask broadcastable to it, p -> p·V."""
-        if mask is not None:
-            scores = jnp.where(mask, scores, MASKED)
+
+        def hide(scores: Array) -> Array:
+            return jnp.where(mask, scores, MASKED)
+
+        # Most tiles are full, and a mask costs as much as the exponential: ask first where asking is cheap.
+        one_for_all = mask.shape[-2] == 1
+        scores = lax.cond(mask.all(), lambda scores: scores, hide, scores) if one_for_all else hide(scores)
         largest = jnp.maximum(self.largest, scores.max(-1))
         p = jnp.exp(scores - largest[..., None])
-        if mask is not None:
-            p = jnp.where(mask, p, 0.0)
         decay = jnp.exp(self.largest - largest)
         weighted = self.weighted * decay[..., None] + weighted_sum(p)
         return _Softmax(largest, self.total * decay + p.sum(-1), weighted)

@@ -1,7 +1,8 @@
 """Affine codes: x̂ = (code · scale + zero) · second scale, with rows along channels (K) or along tokens (V).
 
-Both read their tiles without dequantizing them: per-channel scales are folded into the query (K) or into the tile's
-output (V), per-token scales into the scores (K) or into the probabilities (V). What stays is a product with the codes.
+For few queries (decoding) a tile is read without dequantizing it: per-channel scales are folded into the query (K) or
+into the tile's output (V), per-token scales into the scores (K) or into the probabilities (V), and what stays is a
+product with the codes. For many queries (a block) the tile, and no more than it, is decoded first: that is cheaper.
 """
 
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class Affine(Quantizer):
         codes = uniform_codes(rows, scale[..., None], low[..., None], self.bits)
         return RoundedRows(codes, store_scale(scale, scale_dtype), store(low, zero_dtype))
 
+    def folds(self, queries: int) -> bool:
+        """Folding costs queries · tokens, decoding the tile head_dim · tokens: a block of many queries decodes."""
+        return queries <= self.head_dim // 2
+
     def _codes(self, leaves: Leaves) -> Array:
         return unpack(leaves["codes"], self.bits, dtype=jnp.float32)
 
@@ -81,6 +86,8 @@ class ChannelRows(Affine):
         return jnp.swapaxes(rows, -1, -2)
 
     def scores(self, q: Array, leaves: Leaves) -> Array:
+        if not self.folds(q.shape[-2]):
+            return super().scores(q, leaves)
         # token_scale_j · ((q ∘ scale)·codes_j + q·zero); q: [..., queries, D] -> [..., 1, queries, D] over tiles
         q = q[..., None, :, :]
         out = dot(q * _wide(leaves, "scale")[..., None, :], self._codes(leaves))
@@ -131,6 +138,8 @@ class TokenRows(Affine):
         return x * _wide(leaves, "channel_scale")[..., None, :] if "channel_scale" in leaves else x
 
     def weighted_sum(self, p: Array, leaves: Leaves) -> Array:
+        if not self.folds(p.shape[-2]):
+            return super().weighted_sum(p, leaves)
         # channel_scale ∘ Σ_j p_j (scale_j·codes_j + zero_j), a sum over tiles last
         codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), _wide(leaves, "zero")
         tiles, tokens = codes.shape[-3:-1]
