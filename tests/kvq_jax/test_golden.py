@@ -199,13 +199,10 @@ def test_kvarn_stored_bytes_and_values_of_a_rotated_tile(tile, bits: int, iters:
 def test_kvarn_through_the_public_roundtrip(name: str) -> None:
     # The golden tiles are rotated: un-rotate them (H is its own inverse), round-trip, rotate what comes back.
     (k, golden_k), (v, golden_v) = (tile_of(f"kvarn_vn_{name}", side, 1.0) for side in "KV")
-    for bits in (2, 4):
-        back = kvq.roundtrip(f"kvarn:bits={bits}", *(kvq.hadamard(x)[None, None] for x in (k.T, v)))
-        for x, y, golden in ((k, back[0][0, 0].T, golden_k), (v, back[1][0, 0], golden_v)):
-            y = kvq.hadamard(y, axis=0 if x is k else 1)
-            want = golden[f"y_b{bits}_i8"]
-            off = np.abs(np.asarray(y) - want) > 2e-3 * (want.max() - want.min())
-            assert off.mean() < 5e-4  # a code may flip where the two rotations' rounding meets a boundary
+    k_back, v_back = kvq.roundtrip("kvarn:bits=2", *(kvq.hadamard(x)[None, None] for x in (k.T, v)))
+    for back, golden in ((k_back[0, 0], golden_k["y_b2_i8"].T), (v_back[0, 0], golden_v["y_b2_i8"])):
+        off = np.abs(np.asarray(kvq.hadamard(back)) - golden) > 2e-3 * (golden.max() - golden.min())
+        assert off.mean() < 5e-4  # a code may flip where the two rotations' rounding meets a boundary
 
 
 RECORDS = ["d128_k2v2", "d128_k4v2", "d64_k4v2", "d64_k4v4"]
