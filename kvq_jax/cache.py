@@ -6,6 +6,7 @@ the arrays but no statistic: tiles are per row and KV head, and padding never en
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import checkify
 from jax.typing import DTypeLike
 
-from kvq_jax.quantizers.base import Leaves
+from kvq_jax.quantizers.base import Leaves, Quantizer
 from kvq_jax.rotation import hadamard
 from kvq_jax.schemes import Scheme, Side, full_precision, layer_schemes
 from kvq_jax.schemes import scheme as make_scheme
@@ -66,12 +67,17 @@ class Cache:
         return self.k, self.v
 
 
+@functools.lru_cache(maxsize=256)
+def _stored_shapes(quantizer: Quantizer, tiles: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of what `encode` makes of `tiles`; remembered, because every layer asks and tracing is slow."""
+    return dict(jax.eval_shape(quantizer.encode, jax.ShapeDtypeStruct(tiles, jnp.float32)))
+
+
 def _init_side(side: Side, sink: int, batch: int, kv_heads: int, capacity: int, dtype: DTypeLike) -> SideCache:
     quantizer, window = side.quantizer, side.window
     groups = max(0, capacity - sink - window.recent) // window.group
     tokens = (groups * window.group // quantizer.tile_tokens, quantizer.tile_tokens)
-    tiles = jax.ShapeDtypeStruct((batch, kv_heads, *tokens, quantizer.head_dim), jnp.float32)
-    leaves = jax.eval_shape(quantizer.encode, tiles)
+    leaves = _stored_shapes(quantizer, (batch, kv_heads, *tokens, quantizer.head_dim))
 
     def raw(tokens: int) -> Array:
         return jnp.zeros((batch, kv_heads, tokens, quantizer.head_dim), dtype)
@@ -161,14 +167,27 @@ def _tokens_where(keep: Array, x: Array) -> Array:
 
 
 def _write_tiles(leaf: Array, new: Array, first: Array, count: Array) -> Array:
-    """Write the first `count` of `new`'s tiles at tile `first`, a row each; the rest falls outside and is dropped."""
-    offsets = jnp.arange(new.shape[2])
+    """Write the first `count` of `new`'s tiles at tile `first` of each row; the store has room for them.
 
-    def row(leaf: Array, new: Array, first: Array, count: Array) -> Array:
-        index = jnp.where(offsets < count, first + offsets, leaf.shape[1])
-        return leaf.at[:, index].set(new, mode="drop", unique_indices=False)
+    A slice is read, merged and written back, because that happens in place; a scatter of tiles makes XLA:CPU copy the
+    whole store into another layout at every append.
+    """
+    size = min(new.shape[2], leaf.shape[2])
+    first_read = jnp.minimum(first, leaf.shape[2] - size)
+    offset = jnp.arange(size) - (first - first_read)[:, None]  # of each tile of the slice, in `new`
+    take = (offset >= 0) & (offset < count[:, None])
+    twice = jnp.concatenate([new[:, :, :size]] * 2, axis=2)  # a slice of it is `new` moved to its place
+    moved = take_tokens(twice, size - (first - first_read), size)
 
-    return per_row(row, leaf, new, first, count)
+    def write(leaf: Array, row: Array | int) -> Array:
+        at = (row, 0, first_read[row], *[0] * (leaf.ndim - 3))
+        old = lax.dynamic_slice(leaf, at, (1, leaf.shape[1], size, *leaf.shape[3:]))
+        keep = take[row].reshape(1, 1, size, *[1] * (leaf.ndim - 3))
+        return lax.dynamic_update_slice(leaf, jnp.where(keep, moved[row][None], old), at)
+
+    return (
+        lax.fori_loop(0, leaf.shape[0], lambda row, leaf: write(leaf, row), leaf) if len(leaf) > 1 else write(leaf, 0)
+    )
 
 
 def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Array) -> SideCache:
@@ -196,7 +215,7 @@ def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Ar
         if n >= window.group:
             leaves = quantizer.encode(tiles)
         else:  # most appends complete no group; a conditional that returns the few new tiles leaves the store in place
-            shapes = jax.eval_shape(quantizer.encode, tiles)
+            shapes = _stored_shapes(quantizer, tiles.shape)
             nothing = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
             leaves = lax.cond(jnp.any(groups > 0), quantizer.encode, lambda _: nothing, tiles)
         store = {

@@ -62,11 +62,32 @@ class _Probe:
         return x
 
 
+def is_array_tree(forward: Forward) -> bool:
+    """Whether the forward is a pytree of arrays (a `Partial` over weights), which `jit` can take as an argument."""
+    return all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(forward))
+
+
 def plan_layers(forward: Forward, policy: Scheme, batch: int, block: int, dtype: DTypeLike) -> tuple[Run, ...]:
-    """The model's layers, in runs of equal schemes. Traces the forward once, computes nothing."""
+    """The model's layers, in runs of equal schemes. Traces the forward, computes nothing."""
+    if not is_array_tree(forward):
+        return _plan((), forward, policy, batch, block, jnp.dtype(dtype))
+    leaves, tree = jax.tree.flatten(forward)
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+    return _plan(shapes, tree, policy, batch, block, jnp.dtype(dtype))
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(
+    leaves: tuple[jax.ShapeDtypeStruct, ...], tree: Any, policy: Scheme, batch: int, block: int, dtype: DTypeLike
+) -> tuple[Run, ...]:
+    """`plan_layers`, remembered: tracing takes as long as several blocks. tree: a forward less its leaves."""
     probe = _Probe()
-    tokens = jax.ShapeDtypeStruct((batch, block), jnp.int32)
-    jax.eval_shape(lambda t: forward(t, t, probe), tokens)
+
+    def trace(leaves: tuple[Array, ...], tokens: Array) -> Any:
+        forward = tree.unflatten(leaves) if leaves else tree
+        return forward(tokens, tokens, probe)
+
+    jax.eval_shape(trace, leaves, jax.ShapeDtypeStruct((batch, block), jnp.int32))
     if not probe.found:
         raise ValueError("forward never called the attention it was given; see docs/embedding.md for the protocol")
     schemes = iter(layer_schemes(policy, sum(run.layers for run in probe.found), dtype))

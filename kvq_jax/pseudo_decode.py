@@ -11,6 +11,7 @@ b = 1 is a decode loop. One `lax.scan` over blocks inside one `jit`; the regimes
 ever mixes. Nothing of size `[N, vocab]` exists: logits are compared in chunks and only curves by position are kept.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kvq_jax.attention import READ_TOKENS, resolve_implementation
-from kvq_jax.cache import Cache, to_stored_basis
-from kvq_jax.layers import CachedAttention, Run, append_run, plan_layers
+from kvq_jax.cache import Cache, SideCache, to_stored_basis
+from kvq_jax.layers import CachedAttention, Run, append_run, is_array_tree, plan_layers
 from kvq_jax.measures import VectorErrors, kl_divergence
 from kvq_jax.memory import nbytes
 from kvq_jax.protocol import Forward, LazyLogits
@@ -94,6 +95,21 @@ def _compare_logits(reference: LazyLogits, quantized: LazyLogits, target: Array,
 
     parts = lax.map(compare, (split(reference.hidden), split(quantized.hidden), split(target)))
     return {name: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)[..., :n] for name, x in parts.items()}
+
+
+def _after(x: Array, caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
+    """The caches, whose next append must wait for x: attention has then read them, and they are updated in place.
+
+    Without this XLA:CPU keeps the order open, and copies every store at every block. It drops `optimization_barrier`
+    before it places copies, so the order is made of a zero that it does not see through.
+    """
+    bits = lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.uint32)
+    zero = ((bits >> 31) >> 1).astype(jnp.int32)
+
+    def wait(side: SideCache) -> SideCache:
+        return dataclasses.replace(side, flushed=side.flushed + zero)
+
+    return tuple(dataclasses.replace(cache, k=wait(cache.k), v=wait(cache.v)) for cache in caches)
 
 
 def _by_layer(parts: list[Array], runs: Sequence[Run]) -> Array:
@@ -171,6 +187,7 @@ def _run(
 
         ref = CachedAttention(runs, reference, exists, implementation)
         ref_logits = _as_lazy(forward(tokens, positions, ref))
+        reference = _after(ref_logits.hidden, reference)
         reference = tuple(
             append_run(run, c, k, v, exists) for run, c, (k, v) in zip(runs, reference, ref.new, strict=True)
         )
@@ -180,6 +197,7 @@ def _run(
         if count:
             run_ = CachedAttention(runs, quantized, rows(exists), implementation)
             logits = _as_lazy(forward(rows(tokens), rows(positions), run_))
+            quantized = _after(logits.hidden, quantized)
             appended = []
             for run, cache, own, of_reference in zip(runs, quantized, run_.new, ref.new, strict=True):
                 kv = []
@@ -236,10 +254,6 @@ def _run(
 
 def _report(progress: Progress, blocks: int, i: Any) -> None:
     progress(int(i) + 1, blocks)
-
-
-def _is_array_tree(forward: Any) -> bool:
-    return all(isinstance(leaf, Array) or hasattr(leaf, "__array__") for leaf in jax.tree.leaves(forward))
 
 
 def _bits(caches: Sequence[Cache], tokens: int) -> dict[str, float]:
@@ -309,7 +323,7 @@ def pseudo_decode(
         return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, padding))).reshape(batch, blocks, block), 1, 0)
 
     runs = plan_layers(forward, policy, batch, block, dtype)
-    is_tree = _is_array_tree(forward)
+    is_tree = is_array_tree(forward)
     out = _run(
         forward if is_tree else None,
         split(tokens),
