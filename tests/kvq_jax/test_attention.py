@@ -71,6 +71,12 @@ def test_tiled_equals_reference_and_float64_over_what_is_read(spec: str) -> None
             close(compiled(implementation)(*arguments), expected)
 
 
+@pytest.mark.parametrize("capacity", [3, 10, 17])
+def test_a_cache_too_short_for_a_group_on_one_or_both_sides(capacity: int) -> None:
+    cache = kvq.append(empty(KIVI, K, capacity), K[:, :, :capacity], V[:, :, :capacity])
+    close(kvq.attend(Q, cache, BLOCK_K, BLOCK_V), oracle(Q, cache, BLOCK_K, BLOCK_V))
+
+
 @pytest.mark.parametrize("spec", [KIVI, KVARN])
 def test_appended_first_the_queries_see_themselves_quantized_and_causally(spec: str) -> None:
     valid = jnp.array([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]], bool)
@@ -206,6 +212,14 @@ def test_requirement_21_temporaries_do_not_grow_with_the_capacity(spec: str) -> 
     short, long = temporaries(2048), temporaries(16384)
     assert 0 < long <= short + 4096
     assert long < 2 * 16384 * 64 * 4  # less than one side in float32
+
+
+def test_the_reference_runs_on_a_cache_that_a_compiled_function_closes_over() -> None:
+    cache = filled(KIVI, (13, 72))
+    for implementation in ("xla", "reference"):
+        run = functools.partial(kvq.attend, cache=cache, implementation=implementation)
+        out = jax.jit(lambda q, k, v, run=run: run(q, k=k, v=v))(Q, BLOCK_K, BLOCK_V)
+        close(out, oracle(Q, cache, BLOCK_K, BLOCK_V))
 
 
 @pytest.mark.parametrize(
