@@ -14,31 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-import tokenizers
 from absl.testing import flagsaver
-from tokenizers import models, pre_tokenizers
 
 import kvq_jax as kvq
 from experiments import pseudo_decode as binary
 from experiments.harness import flags, trace_rows
 
 ROOT = Path(__file__).parents[2]
-CHECKPOINT = ROOT / "tests" / "data" / "models" / "qwen2_tiny"  # 2 layers, head_dim 32, context 2048
 METHODS = ("kivi:bits=2,subgroup=32", "kvarn:bits=2")
 # What may differ between two runs of the same thing.
 TIMINGS = {"tokens_per_second", "seconds", "peak_memory_bytes"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint with a tokenizer whose tokens are bytes."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(CHECKPOINT, path)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.save(str(path / "tokenizer.json"))
-    return path
 
 
 @pytest.fixture(scope="module")
