@@ -119,7 +119,7 @@ def _tail(side: SideCache, start: Array, size: int, reaches_store: bool) -> Arra
     is longer than this one's, from the last tiles of the store."""
     window = side.window.astype(jnp.float32)
     if not reaches_store or not side.store_tokens:
-        return window if not reaches_store else _pad_tokens(window, size)
+        return _pad_tokens(window, size)[:, :, :size]
     tile = side.tile_tokens
     tiles = min(-(-size // tile), side.store_tokens // tile)
     # The last `tiles` tiles of each row; for rows that have fewer, tile 0 again, which the offset below never reaches.
@@ -186,6 +186,7 @@ def _over_block(q: Array, queries: _Queries, k: Array, v: Array, exists: Array, 
     batch, kv_heads, rows, _ = q.shape
     state, n = _Softmax.start(batch, kv_heads, rows, v.shape[3]), k.shape[2]
     size = min(n, READ_TOKENS)
+    v = jnp.where(exists[:, None, :, None], v, jnp.zeros((), v.dtype))  # 0 · NaN in padding would be NaN
     k, v = (_pad_tokens(x, -n % size) for x in (k, v))
     position, exists = (jnp.pad(x, ((0, 0), (0, -n % size))) for x in (queries.position, exists))
 

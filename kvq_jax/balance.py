@@ -34,6 +34,7 @@ def imbalance(tile: Array) -> Array:
     return column.max(-1) / jnp.maximum(column.min(-1), 1e-8) + row.max(-1) / jnp.maximum(row.min(-1), 1e-8)
 
 
+@functools.partial(jax.jit, static_argnames=("iters", "normalize"))
 def variance_normalize(tile: Array, *, iters: int = 8, normalize: str = "published") -> Balanced:
     """Alternate full steps on the columns' and the rows' standard deviation; keep the least imbalanced iterate.
 
@@ -75,6 +76,7 @@ def _normalize(tile: Array, *, iters: int, equivariant: bool) -> Balanced:
         largest = jnp.where(largest > 0, largest, 1.0)
         std = jnp.std(tile / largest, ddof=1)
         whole = largest * jnp.where(std > 0, std, 1.0)
+        whole = jnp.where(whole >= jnp.finfo(jnp.float32).tiny, whole, 1.0)  # a CPU flushes what is smaller to 0
         tile = tile / whole
 
     def scaled(log_c: Array, log_r: Array) -> Array:

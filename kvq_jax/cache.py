@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.experimental import checkify
 from jax.typing import DTypeLike
 
+from kvq_jax.formats import saturate
 from kvq_jax.quantizers.base import Leaves, Quantizer
 from kvq_jax.rotation import hadamard
 from kvq_jax.schemes import Scheme, Side, full_precision, layer_schemes
@@ -228,8 +229,8 @@ def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Ar
 
 
 def to_stored_basis(side: Side, x: Array, dtype: DTypeLike) -> Array:
-    """Rotate (float32) where the side rotates, then round to the cache's dtype."""
-    return (hadamard(x) if side.rotate else x).astype(dtype)
+    """Rotate (float32) where the side rotates, then round to the cache's dtype, saturating."""
+    return saturate(hadamard(x) if side.rotate else x, dtype)
 
 
 def is_concrete(x: Array) -> bool:
@@ -310,7 +311,8 @@ def read(cache: Cache) -> tuple[Array, Array]:
     For looking at; attention reads the packed cache.
     """
     k, v = _read(cache)
-    tokens = int(cache.length.max()) if is_concrete(cache.length) else cache.capacity
+    longest = cache.length.max()
+    tokens = int(longest) if is_concrete(longest) else cache.capacity
     return k[:, :, :tokens], v[:, :, :tokens]
 
 
@@ -342,8 +344,8 @@ def trim(cache: Cache, tokens: int | Array) -> Cache:
     """Forget all but the first `tokens` tokens (int, or `[batch]`) of each row; longer than the row changes nothing.
 
     Free inside the window, which is what rejected speculative tokens need (keep `recent` at least the draft's length).
-    Further back it works where it falls between tiles: a quantized tile is immutable. Elsewhere a ValueError outside of
-    a trace; inside, the row is left as it was and `checkify` reports it.
+    Further back it works where it falls between tiles: a quantized tile is immutable, so the newest tokens then are
+    quantized ones. Elsewhere a ValueError outside of a trace; inside, the row is left as it was and `checkify` reports.
     """
     target = jnp.minimum(jnp.asarray(tokens, jnp.int32), cache.length)
     trimmed = [_flushed_after_trim(side, target, cache.scheme.sink) for side in cache.sides]

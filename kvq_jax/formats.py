@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 # name in a spec string -> dtype of (scales, zeros). FP8 has no sign-symmetric use for a zero, which stays float16
@@ -15,13 +15,35 @@ SCALE_DTYPES: dict[str, tuple[DTypeLike, DTypeLike]] = {
 }
 
 
-def store(x: Array, dtype: DTypeLike) -> Array:
-    """Round float32 to `dtype`, saturating at its largest finite value; NaN stays NaN.
+def saturate(x: Array, dtype: DTypeLike) -> Array:
+    """Round to `dtype`; what is finite stays finite, at most the largest number; NaN and infinity stay what they are.
 
     Saturation matters: a scale of 1e30 is infinite in float16, and infinity times a code of 0 is NaN.
     """
     largest = np.float32(jnp.finfo(dtype).max)
-    return jnp.clip(x, -largest, largest).astype(dtype)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+
+
+def store(x: Array, dtype: DTypeLike) -> Array:
+    """`saturate`, as a leaf of a cache: bfloat16 is kept as its bits in uint16, everything else as it is.
+
+    XLA:CPU widens a whole bfloat16 array before it slices a tile out of it; of integers it reads the slice.
+    `widen` reads a leaf, `view` gives it its type back.
+    """
+    x = saturate(x, dtype)
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def widen(leaf: Array) -> Array:
+    """A leaf made by `store` as float32."""
+    if leaf.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(leaf.astype(jnp.uint32) << 16, jnp.float32)
+    return leaf.astype(jnp.float32)
+
+
+def view(leaf: Array) -> Array:
+    """A leaf in the type it stands for."""
+    return lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
 
 
 def store_scale(x: Array, dtype: DTypeLike) -> Array:

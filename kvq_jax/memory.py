@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import Cache, init_cache
+from kvq_jax.formats import view
 from kvq_jax.schemes import Scheme
 from kvq_jax.schemes import scheme as make_scheme
 
@@ -18,7 +19,7 @@ def stored(cache: Cache) -> dict[str, Array]:
     quantizer documents its leaves), `k_sink`, `k_window`, `k_flushed`, the same for v, and `length`."""
     arrays: dict[str, Array] = {}
     for name, side in zip("kv", cache.sides, strict=True):
-        arrays |= {f"{name}_{leaf}": value for leaf, value in side.store.items()}
+        arrays |= {f"{name}_{leaf}": view(value) for leaf, value in side.store.items()}
         arrays |= {f"{name}_sink": side.sink, f"{name}_window": side.window, f"{name}_flushed": side.flushed}
     return arrays | {"length": cache.length}
 
@@ -27,7 +28,7 @@ def nbytes(cache: Cache | Sequence[Cache]) -> dict[str, int]:
     """Bytes of every array by its name in `stored`, summed over layers. Works on shapes too (`jax.eval_shape`)."""
     total: dict[str, int] = {}
     for one in [cache] if isinstance(cache, Cache) else cache:
-        for name, leaf in stored(one).items():
+        for name, leaf in jax.eval_shape(stored, one).items():
             total[name] = total.get(name, 0) + leaf.size * jnp.dtype(leaf.dtype).itemsize
     return total
 

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from kvq_jax.attention import READ_TOKENS, resolve_implementation
 from kvq_jax.cache import Cache, SideCache, to_stored_basis
+from kvq_jax.formats import widen
 from kvq_jax.layers import CachedAttention, Run, append_run, is_array_tree, plan_layers
 from kvq_jax.measures import VectorErrors, kl_divergence
 from kvq_jax.memory import nbytes
@@ -139,9 +140,8 @@ def _cache_errors(caches: tuple[Cache, Cache], rows: slice) -> tuple[VectorError
                 for leaf, x in side.store.items()
             }
             x_hat = side.side.quantizer.tokens(leaves)
-            x = lax.dynamic_slice_in_dim(exact.store["values"], cache.scheme.sink + first, len(token), axis=2)[
-                :, :, :, 0
-            ]
+            x = lax.dynamic_slice_in_dim(exact.store["values"], cache.scheme.sink + first, len(token), axis=2)
+            x = widen(x[:, :, :, 0])
             x = to_stored_basis(side.side, x, jnp.float32)
             exists = (token >= i * size) & (token < flushed[:, None])
             now = VectorErrors.of(x, x_hat, jnp.broadcast_to(exists[:, None], x.shape[:3]))

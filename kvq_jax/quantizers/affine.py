@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from kvq_jax.formats import SCALE_DTYPES, store, store_scale, uniform_codes
+from kvq_jax.formats import SCALE_DTYPES, store, store_scale, uniform_codes, widen
 from kvq_jax.packing import pack, packed_size, unpack
 from kvq_jax.quantizers.base import Leaves, Quantizer, dot
 
@@ -23,6 +23,12 @@ class RoundedRows(NamedTuple):
     scale: Array  # [..., R]
     zero: Array  # [..., R]
     column_scale: Array | None = None  # [..., C]
+
+
+def row_range(rows: Array) -> tuple[Array, Array]:
+    """Minimum and maximum over the last axis; NaN where there is one (XLA:CPU's reductions lose it at some shapes)."""
+    unknown = jnp.isnan(rows).any(-1)
+    return jnp.where(unknown, jnp.nan, rows.min(-1)), jnp.where(unknown, jnp.nan, rows.max(-1))
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Affine(Quantizer):
         The codes come from the unrounded scale and zero (in 16-bit storage, rounding first costs 2 % more KL on
         SmolLM2). A constant row has scale 0 and code 0, and comes back as its zero.
         """
-        low, high = rows.min(-1), rows.max(-1)
+        low, high = row_range(rows)
         scale = (high - low) / (2**self.bits - 1)
         scale_dtype, zero_dtype = SCALE_DTYPES[self.scales]
         codes = uniform_codes(rows, scale[..., None], low[..., None], self.bits)
@@ -56,7 +62,7 @@ class Affine(Quantizer):
 
 
 def _wide(leaves: Leaves, name: str) -> Array:
-    return leaves[name].astype(jnp.float32)
+    return widen(leaves[name])
 
 
 @dataclass(frozen=True)

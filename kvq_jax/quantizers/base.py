@@ -9,7 +9,7 @@ import abc
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 Leaves = dict[str, Array]
 
@@ -17,7 +17,7 @@ Leaves = dict[str, Array]
 def dot(x: Array, y: Array) -> Array:
     """Batched x·y, float32 throughout: `[..., m, k]`, `[..., k, n]` -> `[..., m, n]`."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return jnp.matmul(x, y)
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)  # accelerators would multiply in a shorter format
 
 
 @dataclass(frozen=True)

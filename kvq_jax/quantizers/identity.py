@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from kvq_jax.formats import store, widen
 from kvq_jax.quantizers.base import Leaves, Quantizer
 from kvq_jax.schemes import Scheme, Side, Window, register
 
@@ -13,15 +14,15 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 @dataclass(frozen=True)
 class Identity(Quantizer):
-    """Stores x in `dtype`. Leaf: values `[tiles, 1, head_dim]`."""
+    """Stores x in `dtype`, saturating. Leaf: values `[tiles, 1, head_dim]`."""
 
     dtype: str
 
     def encode(self, tiles: Array) -> Leaves:
-        return {"values": tiles.astype(DTYPES[self.dtype])}
+        return {"values": store(tiles, DTYPES[self.dtype])}
 
     def decode(self, leaves: Leaves) -> Array:
-        return leaves["values"].astype(jnp.float32)
+        return widen(leaves["values"])
 
 
 class _Unquantized(Scheme):

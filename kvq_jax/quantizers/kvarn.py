@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvq_jax.balance import variance_normalize
-from kvq_jax.formats import SCALE_DTYPES, store, store_scale, uniform_codes
-from kvq_jax.quantizers.affine import Affine, ChannelRows, RoundedRows, TokenRows
+from kvq_jax.formats import SCALE_DTYPES, store, store_scale, uniform_codes, widen
+from kvq_jax.quantizers.affine import Affine, ChannelRows, RoundedRows, TokenRows, row_range
 from kvq_jax.schemes import Bits, Side, Window, option, register
 
 SMALLEST_STEP = 1e-10
@@ -30,13 +30,13 @@ class _Balanced(Affine):
 
     def round_rows(self, rows: Array) -> RoundedRows:
         balanced, row_scale, column_scale = variance_normalize(rows, iters=self.iters, normalize=self.normalize)
-        low, high = balanced.min(-1), balanced.max(-1)
+        low, high = row_range(balanced)
         step = jnp.maximum((high - low) / (2**self.bits - 1), SMALLEST_STEP)
         scale_dtype, zero_dtype = SCALE_DTYPES[self.scales]
         scale, zero = store_scale(row_scale * step, scale_dtype), store(row_scale * low, zero_dtype)
         column = store_scale(column_scale, scale_dtype)
         if self.scales == "fp8":
-            wide_scale, wide_zero, wide_column = (x.astype(jnp.float32) for x in (scale, zero, column))
+            wide_scale, wide_zero, wide_column = (widen(x) for x in (scale, zero, column))
             codes = uniform_codes(
                 rows / wide_column[..., None, :], wide_scale[..., None], wide_zero[..., None], self.bits
             )

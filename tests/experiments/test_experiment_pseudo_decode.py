@@ -153,7 +153,7 @@ def broken(model: Path, where: Path, kind: str) -> Path:
 BAD = {
     "unknown method": (["--method=kivy"], ["kivy", "did you mean 'kivi'"]),
     "unknown field": (["--method=kivi:bit=2"], ["bit", "its fields"]),
-    "given twice": (["--method=kvarn:group=64"], ["--method=kvarn:group=64", "group is given twice"]),
+    "given twice": (["--method=kvarn:group=64"], ["--method=kvarn:group=64", "group is both 64 and 32"]),
     "bits": (["--method=kivi:bits=5"], ["bits=5", "allowed"]),
     "group not divisible": (["--group=100"], ["group=100", "not divisible", "multiple of 32"]),
     "text too short": (["--num_tokens=1024"], ["1024", "words.txt", "longer text"]),
