@@ -113,6 +113,13 @@ def _after(x: Array, caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
     return tuple(dataclasses.replace(cache, k=wait(cache.k), v=wait(cache.v)) for cache in caches)
 
 
+def _mean_error(outputs: Array, reference: Array, regimes: int) -> Array:
+    """mean |O − O_ref| over heads and channels: regimes · batch rows -> `[(layers,) regimes, batch, tokens]`."""
+    *layers, rows, heads, tokens, head_dim = outputs.shape
+    outputs = outputs.astype(jnp.float32).reshape(*layers, regimes, rows // regimes, heads, tokens, head_dim)
+    return jnp.abs(outputs - reference.astype(jnp.float32)[..., None, :, :, :, :]).mean((-3, -1))
+
+
 def _by_layer(parts: list[Array], runs: Sequence[Run]) -> Array:
     """One array a run, `[layers, ...]` or `[...]` -> `[all layers, ...]`."""
     return jnp.concatenate([x if run.stacked else x[None] for run, x in zip(runs, parts, strict=True)])
@@ -151,6 +158,31 @@ def _cache_errors(caches: tuple[Cache, Cache], rows: slice) -> tuple[VectorError
         return lax.scan(step, start, jnp.arange(steps))[0] if side.store_tokens else start
 
     return side_errors("k"), side_errors("v")
+
+
+def _stored(
+    runs: Sequence[Run], reference: Sequence[Cache], quantized: Sequence[Cache], regimes: int
+) -> dict[str, Array]:
+    """What the main stores hold at the end: errors `[regimes, layers]`, NaN for layers that do not quantize; tokens."""
+    errors: dict[str, list[Array]] = {name: [] for name in _BY_LAYER}
+    flushed = []
+    for run, exact, cache in zip(runs, reference, quantized, strict=True):
+        quantizes = run.scheme is not None and run.scheme.quantizes
+        batch = cache.k.flushed.shape[-1] // regimes
+        tokens = cache.k.flushed[..., :batch].sum(-1)  # of one regime
+        flushed.append(tokens if quantizes else jnp.zeros_like(tokens))
+        by_regime = []
+        for r in range(regimes):
+            measure = functools.partial(_cache_errors, rows=slice(r * batch, (r + 1) * batch))
+            if quantizes:
+                k, v = measure((exact, cache)) if run.stacked is None else lax.map(measure, (exact, cache))
+                by_regime.append([k.relative_mse(), k.ratio_mean(), k.ratio_std(), v.relative_mse()])
+            else:
+                by_regime.append([jnp.full(tokens.shape, jnp.nan)] * len(_BY_LAYER))
+        for name, values in zip(_BY_LAYER, zip(*by_regime, strict=True), strict=True):
+            errors[name].append(jnp.stack(values, axis=-1))  # [(layers,) regimes]
+    measured = {name: _by_layer(parts, runs).T for name, parts in errors.items()}
+    return measured | {"quantized_tokens": _by_layer(flushed, runs)}
 
 
 @functools.partial(
@@ -192,7 +224,7 @@ def _run(
             append_run(run, c, k, v, exists) for run, c, (k, v) in zip(runs, reference, ref.new, strict=True)
         )
         curves: dict[str, Array] = {
-            "attention_scale": _by_layer([jnp.abs(o).mean((-3, -1), dtype=jnp.float32) for o in ref.outputs], runs)
+            "attention_scale": _by_layer([jnp.abs(o.astype(jnp.float32)).mean((-3, -1)) for o in ref.outputs], runs)
         }
         if count:
             run_ = CachedAttention(runs, quantized, rows(exists), implementation)
@@ -208,10 +240,7 @@ def _run(
                 appended.append(append_run(run, cache, kv[0], kv[1], rows(exists)))
             quantized = tuple(appended)
             curves |= _compare_logits(ref_logits, logits, targets, count)
-            maes = [
-                jnp.abs(o.reshape(*o.shape[:-4], count, batch, *o.shape[-3:]) - r[..., None, :, :, :, :]).mean((-3, -1))
-                for o, r in zip(run_.outputs, ref.outputs, strict=True)
-            ]  # [(layers,) regimes, batch, tokens]
+            maes = [_mean_error(o, r, count) for o, r in zip(run_.outputs, ref.outputs, strict=True)]
             curves["attention_mae"] = jnp.moveaxis(_by_layer(maes, runs), 0, 1)
         else:  # the reference alone: the plain chunked forward, for comparison of speed
             curves["nll_reference"] = _compare_logits(ref_logits, ref_logits, targets, 1)["nll_reference"]
@@ -228,28 +257,7 @@ def _run(
     # [blocks, ..., batch, block] -> [..., batch, N]
     out = {name: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for name, x in curves.items()}
 
-    errors: dict[str, list[Array]] = {}
-    flushed = []
-    for run, ref_cache, cache in zip(runs, reference, quantized, strict=False):
-        quantizes = run.scheme is not None and run.scheme.quantizes
-        per_regime = []
-        for r in range(count):
-            rows_of = slice(r * batch, (r + 1) * batch)
-            measure = functools.partial(_cache_errors, rows=rows_of)
-            if not quantizes:
-                per_regime.append([jnp.full((run.layers,) if run.stacked else (), jnp.nan)] * 4)
-                continue
-            both = (ref_cache, cache)
-            k, v = measure(both) if run.stacked is None else lax.map(measure, both)
-            per_regime.append([k.relative_mse(), k.ratio_mean(), k.ratio_std(), v.relative_mse()])
-        for name, values in zip(_BY_LAYER, zip(*per_regime, strict=True), strict=True):
-            errors.setdefault(name, []).append(jnp.stack(values, axis=-1))  # [(layers,) regimes]
-        tokens_flushed = cache.k.flushed.reshape(*cache.k.flushed.shape[:-1], count, batch)[..., 0, :].sum(-1)
-        flushed.append(tokens_flushed if quantizes else jnp.zeros_like(tokens_flushed))
-    if count:
-        out |= {name: _by_layer(parts, runs).T for name, parts in errors.items()}
-        out["quantized_tokens"] = _by_layer(flushed, runs)
-    return out
+    return out | (_stored(runs, reference, quantized, count) if count else {})
 
 
 def _report(progress: Progress, blocks: int, i: Any) -> None:
