@@ -277,3 +277,10 @@ def test_wrong_arguments_are_named(changed, says) -> None:
     arguments = {"forward": FORWARD, "tokens": TOKENS, "scheme": KVARN, "block": 16} | changed
     with pytest.raises(ValueError, match=says):
         kvq.pseudo_decode(arguments.pop("forward"), arguments.pop("tokens"), **arguments)
+
+
+def test_requirement_22_log_likelihoods_are_scored_through_the_cache() -> None:
+    exact, quantized = trace("fp32", 16), trace(KVARN, 16)
+    np.testing.assert_allclose(exact.nll[0][exact.scored], exact.nll_reference[exact.scored], atol=1e-5)
+    moved = jnp.abs(quantized.nll - quantized.nll_reference)[:, quantized.scored]
+    assert float(moved.max()) > 1e-3, "a score that the cache cannot change does not read it"
