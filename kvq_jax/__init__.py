@@ -9,13 +9,12 @@ from kvq_jax.cache import (
     lengths,
     read,
     roundtrip,
-    select_rows,
-    trim,
 )
 from kvq_jax.memory import bits_per_element, nbytes, stored
 from kvq_jax.protocol import Attend, LazyLogits
 from kvq_jax.pseudo_decode import Trace, pseudo_decode
 from kvq_jax.rotation import hadamard
+from kvq_jax.rows import select_rows, trim
 from kvq_jax.schemes import Scheme, list_schemes, scheme
 
 __all__ = [

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvq_jax.cache import Cache, SideCache, check_block, read, take_tokens
+from kvq_jax.cache import Cache, SideCache, append, block_mask, check_block, read, take_tokens
 from kvq_jax.protocol import Attend
 from kvq_jax.quantizers.base import Leaves, dot
 from kvq_jax.rotation import hadamard
@@ -302,7 +302,7 @@ def _reference(
     if sinks is not None:
         extra = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, None], extra.shape)
     scores = jnp.concatenate([scores, extra], -1)
-    anything = jnp.isfinite(scores.max(-1, keepdims=True))
+    anything = jnp.ones_like(extra, bool) if sinks is not None else seen.any(-1)[:, None, :, None]
     p = jnp.where(anything, jax.nn.softmax(jnp.where(anything, scores, 0.0), axis=-1), 0.0)
     return dot(p[..., :-1], v)
 
@@ -322,24 +322,27 @@ def attend(
     """Attention of q `[batch, q_heads, tokens, head_dim]` over the cache and the current block.
 
     With k and v `[batch, kv_heads, tokens, head_dim]`: the block is read in full precision, causally, after everything
-    cached. Without: the queries are those of the cache's newest tokens (they were appended first), each sees up to
-    itself. Query head h reads KV head h // (q_heads/kv_heads).
+    cached (a scheme with `reads_own=quantized` reads it as the cache would hold it). Without: the queries are those of
+    the cache's newest tokens (they were appended first), each sees up to itself. Query head h reads KV head
+    h // (q_heads/kv_heads).
 
     Args:
-      scale: of the scores; default 1/sqrt(head_dim).
+      scale: of the scores, a Python number; default 1/sqrt(head_dim).
       valid: bool `[batch, tokens]`; the block's tokens that exist. Output at the others means nothing (it is finite).
       sinks: `[q_heads]`, an extra logit a head whose value is zero.
       sliding_window: a query sees itself and the sliding_window − 1 tokens before it.
       implementation: None (picks), "xla" (tiled) or "reference" (dense).
 
-    Returns q's shape and dtype; softmax and sums in float32. Differentiable in q, k, v and sinks; cached leaves are
-    constants. Raises ValueError for shapes that do not fit, NotImplementedError for an implementation that does not
-    cover the case.
+    Returns q's shape and dtype; softmax and sums in float32. Reverse-mode differentiable in q, k, v and sinks; cached
+    leaves are constants. Raises ValueError for shapes that do not fit, NotImplementedError for an implementation that
+    does not cover the case.
     """
     implementation = resolve_implementation(implementation)
-    if q.ndim != 4:
-        raise ValueError(f"q has shape {q.shape}; it must be [batch, q_heads, tokens, head_dim]")
+    if q.ndim != 4 or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q has shape {q.shape}, {q.dtype}; it must be [batch, q_heads, tokens, head_dim], a float")
     batch, q_heads, n, head_dim = q.shape
+    if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 1):
+        raise ValueError(f"sliding_window={sliding_window!r} is not a number of tokens; use 1 or more, or None")
     if (k is None) != (v is None) or (k is None and cache is None):
         raise ValueError("give a cache, or k and v of a block, or all three")
     if cache is not None:
@@ -352,15 +355,17 @@ def attend(
         if k.ndim != 4 or k.shape[:3] != v.shape[:3] or (k.shape[0], k.shape[2], k.shape[3]) != (batch, n, head_dim):
             raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} are not one block")
         block = (k, v)
+        if cache is not None and cache.scheme.reads_own == "quantized":
+            cache, block = append(cache, k, v, valid=valid), None
     kv_heads = k.shape[1] if k is not None else cache.k.window.shape[1]  # type: ignore[union-attr]
     if q_heads % kv_heads:
         raise ValueError(f"{q_heads} query heads do not divide into groups over {kv_heads} KV heads")
-    if valid is not None and valid.shape != (batch, n):
-        raise ValueError(f"valid has shape {valid.shape}; this block needs [{batch}, {n}]")
+    exists = block_mask(valid, batch, n)
+    if n == 0:
+        return q
     if sinks is not None and sinks.shape != (q_heads,):
         raise ValueError(f"sinks has shape {sinks.shape}; it must be [{q_heads}]")
     call = _Call(1 / math.sqrt(head_dim) if scale is None else float(scale), sliding_window, q_heads // kv_heads)
-    exists = jnp.ones((batch, n), bool) if valid is None else valid
     rank = jnp.cumsum(exists, axis=1, dtype=jnp.int32)
     first = jnp.zeros(batch, jnp.int32) if cache is None else cache.length - (0 if block is not None else rank[:, -1])
     rest = (q, sinks, cache, block, first[:, None] + rank - 1, exists)

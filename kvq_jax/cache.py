@@ -7,7 +7,7 @@ the arrays but no statistic: tiles are per row and KV head, and padding never en
 
 import dataclasses
 import functools
-import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -132,10 +132,12 @@ def init_cache(
     if constants is not None:
         raise ValueError(f"{policy.name} takes no constants; leave constants=None")
     for name, value in {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} is not positive")
+        if not isinstance(value, numbers.Integral) or value < 1:
+            raise ValueError(f"{name}={value!r} is not positive; it must be a whole number of 1 or more")
     full_precision(dtype)  # raises for a dtype that no cache has
     if layers is not None:
+        if layers < 1:
+            raise ValueError(f"layers={layers} is not positive; use the model's number, or None for a single cache")
         shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
         return tuple(init_cache(one, **shape) for one in layer_schemes(policy, layers, dtype))  # type: ignore[call-overload]
     k, v = (_init_side(side, policy.sink, batch, kv_heads, capacity, dtype) for side in policy.resolve(head_dim))
@@ -162,7 +164,7 @@ def _pad(x: Array, tokens: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, 0), (0, tokens)] + [(0, 0)] * (x.ndim - 3))
 
 
-def _tokens_where(keep: Array, x: Array) -> Array:
+def tokens_where(keep: Array, x: Array) -> Array:
     """x `[batch, heads, tokens, head_dim]` with the tokens outside `keep` `[batch, tokens]` set to zero."""
     return jnp.where(keep[:, None, :, None], x, jnp.zeros((), x.dtype))
 
@@ -194,7 +196,7 @@ def _write_tiles(leaf: Array, new: Array, first: Array, count: Array) -> Array:
 def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Array) -> SideCache:
     """Append the first `count` tokens of x `[batch, kv_heads, n, head_dim]` (stored basis and dtype) to each row."""
     window, quantizer, n = cache.side.window, cache.side.quantizer, x.shape[2]
-    x = _tokens_where(jnp.arange(n) < count[:, None], x)
+    x = tokens_where(jnp.arange(n) < count[:, None], x)
     sink_tokens = cache.sink
     waiting = jnp.maximum(length - sink, 0) - cache.flushed
     if sink:
@@ -224,7 +226,7 @@ def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Ar
             for name, leaf in store.items()
         }
     left = take_tokens(waiting_tokens, flushed, window.size)
-    left = _tokens_where(jnp.arange(window.size) < (waiting - flushed)[:, None], left)
+    left = tokens_where(jnp.arange(window.size) < (waiting - flushed)[:, None], left)
     return SideCache(cache.side, sink_tokens, left, store, cache.flushed + flushed)
 
 
@@ -236,6 +238,16 @@ def to_stored_basis(side: Side, x: Array, dtype: DTypeLike) -> Array:
 def is_concrete(x: Array) -> bool:
     """Whether x has a value now, that is, outside of a trace."""
     return not isinstance(x, jax.core.Tracer)
+
+
+def block_mask(valid: Array | None, batch: int, tokens: int) -> Array:
+    """`valid` as bool `[batch, tokens]`, all True for None. Raises ValueError for another shape."""
+    if valid is None:
+        return jnp.ones((batch, tokens), bool)
+    valid = jnp.asarray(valid, bool)
+    if valid.shape != (batch, tokens):
+        raise ValueError(f"valid has shape {valid.shape}; this block needs [{batch}, {tokens}]")
+    return valid
 
 
 def check_block(cache: Cache, name: str, x: Array, head_dim: int) -> None:
@@ -252,7 +264,7 @@ def append(cache: Cache, k: Array, v: Array, *, valid: Array | None = None) -> C
     each row holds what it would hold alone. Any split of the same tokens into appends gives the same stored bytes.
 
     Safe under jit, scan, vmap and donation. Over capacity: outside of a trace a ValueError; inside, the row is left as
-    it was, and `checkify.checkify` with `checkify.all_checks` or `user_checks` reports it.
+    it was, and `checkify.checkify(..., errors=checkify.user_checks)` reports it.
     """
     for name, x, side in (("k", k, cache.k), ("v", v, cache.v)):
         check_block(cache, name, x, side.side.quantizer.head_dim)
@@ -261,8 +273,7 @@ def append(cache: Cache, k: Array, v: Array, *, valid: Array | None = None) -> C
     batch, n = k.shape[0], k.shape[2]
     count = jnp.full(batch, n, jnp.int32)
     if valid is not None:
-        if valid.shape != (batch, n):
-            raise ValueError(f"valid has shape {valid.shape}; this block needs [{batch}, {n}]")
+        valid = block_mask(valid, batch, n)
         count = jnp.sum(valid, axis=1, dtype=jnp.int32)
         order = jnp.argsort(~valid, axis=1, stable=True)[:, None, :, None]  # valid tokens first, in their order
         k, v = (jnp.take_along_axis(x, order, axis=2) for x in (k, v))
@@ -294,7 +305,7 @@ def _read_side(side: SideCache, length: Array, capacity: int) -> Array:
     # sink | stored, then the window over what follows the flushed tokens, then zeros beyond the row's length
     x = _pad(jnp.concatenate([sink, stored], axis=2), capacity + window.shape[2])
     x = _put_tokens(x, window, sink.shape[2] + side.flushed)[:, :, :capacity]
-    x = _tokens_where(jnp.arange(capacity) < length[:, None], x)
+    x = tokens_where(jnp.arange(capacity) < length[:, None], x)
     return hadamard(x) if side.side.rotate else x
 
 
@@ -332,58 +343,3 @@ def roundtrip(scheme: str | Scheme, k: Array, v: Array, *, constants: None = Non
 def lengths(cache: Cache | Sequence[Cache]) -> Array:
     """Tokens of each row, int32 `[batch]`."""
     return cache.length if isinstance(cache, Cache) else cache[0].length
-
-
-def _flushed_after_trim(side: SideCache, tokens: Array, sink: int) -> tuple[Array, Array]:
-    """(flushed tokens after the trim, whether the trim cuts through no tile)"""
-    kept = jnp.minimum(side.flushed, jnp.maximum(tokens - sink, 0))
-    return kept, kept % side.tile_tokens == 0
-
-
-def trim(cache: Cache, tokens: int | Array) -> Cache:
-    """Forget all but the first `tokens` tokens (int, or `[batch]`) of each row; longer than the row changes nothing.
-
-    Free inside the window, which is what rejected speculative tokens need (keep `recent` at least the draft's length).
-    Further back it works where it falls between tiles: a quantized tile is immutable, so the newest tokens then are
-    quantized ones. Elsewhere a ValueError outside of a trace; inside, the row is left as it was and `checkify` reports.
-    """
-    target = jnp.minimum(jnp.asarray(tokens, jnp.int32), cache.length)
-    trimmed = [_flushed_after_trim(side, target, cache.scheme.sink) for side in cache.sides]
-    whole = trimmed[0][1] & trimmed[1][1] & (target >= 0)
-    if is_concrete(whole) and not bool(whole.all()):
-        row = int(jnp.argmin(whole))
-        tile = math.lcm(cache.k.tile_tokens, cache.v.tile_tokens)
-        raise ValueError(
-            f"trim to {int(target[row])} tokens cuts through a quantized tile of row {row}; go to {cache.scheme.sink} "
-            f"plus a multiple of {tile}, or keep more recent tokens in full precision "
-            f"(recent={cache.k.side.window.recent})"
-        )
-    checkify.debug_check(jnp.all(whole), "trim cuts through a quantized tile")
-    target = jnp.where(whole, target, cache.length)
-    sides = []
-    for side, (flushed, _) in zip(cache.sides, trimmed, strict=True):
-        flushed = jnp.where(whole, flushed, side.flushed)
-        in_sink = jnp.arange(side.sink.shape[2]) < target[:, None]
-        waiting = jnp.where(flushed < side.flushed, 0, target - cache.scheme.sink - flushed)
-        in_window = jnp.arange(side.window.shape[2]) < waiting[:, None]
-        at_tile = jnp.arange(side.store_tokens // side.tile_tokens) < (flushed // side.tile_tokens)[:, None]
-
-        def keep_tiles(leaf: Array, at_tile: Array = at_tile) -> Array:
-            mask = at_tile[:, None, :].reshape(at_tile.shape[0], 1, -1, *[1] * (leaf.ndim - 3))
-            return jnp.where(mask, leaf, jnp.zeros((), leaf.dtype))
-
-        sides.append(
-            dataclasses.replace(
-                side,
-                sink=_tokens_where(in_sink, side.sink),
-                window=_tokens_where(in_window, side.window),
-                store={name: keep_tiles(leaf) for name, leaf in side.store.items()},
-                flushed=flushed,
-            )
-        )
-    return dataclasses.replace(cache, k=sides[0], v=sides[1], length=target)
-
-
-def select_rows(cache: Cache, index: Array) -> Cache:
-    """The cache with rows `index` `[new_batch]` of the batch, for beams and for batches that change."""
-    return jax.tree.map(lambda leaf: leaf[index], cache)

@@ -70,6 +70,9 @@ def is_array_tree(forward: Forward) -> bool:
 def plan_layers(forward: Forward, policy: Scheme, batch: int, block: int, dtype: DTypeLike) -> tuple[Run, ...]:
     """The model's layers, in runs of equal schemes. Traces the forward, computes nothing."""
     if not is_array_tree(forward):
+        if getattr(type(forward), "__hash__", None) is None:
+            name = type(forward).__name__
+            raise ValueError(f"a forward of type {name} is not hashable; make it a jax.tree_util.Partial(fn, params)")
         return _plan((), forward, policy, batch, block, jnp.dtype(dtype))
     leaves, tree = jax.tree.flatten(forward)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
@@ -115,10 +118,7 @@ class CachedAttention:
     def __call__(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
         _, cache = self.todo.pop(0)
         how = {"valid": self.valid, "implementation": self.implementation, **options}
-        if cache.scheme.reads_own == "quantized":
-            out = attend(q, append(cache, k, v, valid=self.valid), **how)
-        else:
-            out = attend(q, cache, k, v, **how)
+        out = attend(q, cache, k, v, **how)
         self.new.append((k, v))
         self.outputs.append(out)
         return out

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kvq_jax.attention import READ_TOKENS, resolve_implementation
-from kvq_jax.cache import Cache, SideCache, to_stored_basis
+from kvq_jax.cache import Cache, SideCache, block_mask, to_stored_basis
 from kvq_jax.formats import widen
 from kvq_jax.layers import CachedAttention, Run, append_run, is_array_tree, plan_layers
 from kvq_jax.measures import VectorErrors, kl_divergence
@@ -309,7 +309,7 @@ def pseudo_decode(
     policy = make_scheme(scheme)
     regimes = tuple(regimes)
     tokens = jnp.asarray(tokens, jnp.int32)
-    if tokens.ndim != 2:
+    if tokens.ndim != 2 or not tokens.size:
         raise ValueError(f"tokens has shape {tokens.shape}; it must be [batch, N]")
     batch, total = tokens.shape
     if not 1 <= block <= total:
@@ -317,10 +317,11 @@ def pseudo_decode(
     for regime in regimes:
         if regime not in REGIMES or regimes.count(regime) > 1:
             raise ValueError(f"regimes={regimes!r}: {regime!r} is unknown or repeated; allowed: {', '.join(REGIMES)}")
-    if valid is not None and valid.shape != tokens.shape:
-        raise ValueError(f"valid has shape {valid.shape}; it must be that of tokens, {tokens.shape}")
     implementation = resolve_implementation(implementation)
-    exists = jnp.ones(tokens.shape, bool) if valid is None else jnp.asarray(valid, bool)
+    exists = block_mask(valid, batch, total)
+    # A row's tokens move together, in their order: blocks then begin where the row does, whatever pads it.
+    order = jnp.argsort(~exists, axis=1, stable=True)
+    tokens, exists = (jnp.take_along_axis(x, order, axis=1) for x in (tokens, exists))
     targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     scored = exists & jnp.pad(exists[:, 1:], ((0, 0), (0, 1)))
 
@@ -332,21 +333,31 @@ def pseudo_decode(
 
     runs = plan_layers(forward, policy, batch, block, dtype)
     is_tree = is_array_tree(forward)
-    out = _run(
-        forward if is_tree else None,
-        split(tokens),
-        split(targets),
-        None if valid is None and not padding else split(exists),
-        static_forward=None if is_tree else forward,
-        runs=runs,
-        regimes=regimes,
-        dtype=jnp.dtype(dtype),
-        implementation=implementation,
-        progress=progress,
-        capacity=total,
-    )
+    arguments: dict[str, Any] = {
+        "static_forward": None if is_tree else forward,
+        "runs": runs,
+        "regimes": regimes,
+        "dtype": jnp.dtype(dtype),
+        "implementation": implementation,
+        "progress": progress,
+        "capacity": total,
+    }
+    mask = None if valid is None and not padding else split(exists)
+    try:
+        out = _run(forward if is_tree else None, split(tokens), split(targets), mask, **arguments)
+    except jax.errors.UnexpectedTracerError:
+        raise ValueError(
+            "forward calls attend inside a jit, checkpoint or scan of its own, where what the layers remember is lost; "
+            "take that away, or scan through attend.scan (docs/embedding.md)"
+        ) from None
+    place = jnp.argsort(order, axis=1)
+
+    def back(x: Array) -> Array:  # [..., batch, N], to where the row had its tokens
+        return jnp.take_along_axis(x, jnp.broadcast_to(place, x.shape), axis=-1)
+
     shapes = jax.eval_shape(lambda: tuple(run.empty(run.scheme or policy, batch, total, dtype) for run in runs))
-    curves = {name: x[..., :total] for name, x in out.items() if name in _CURVES}
+    curves = {name: back(x[..., :total]) for name, x in out.items() if name in _CURVES}
+    exists, scored = back(exists), back(scored)
     if not regimes:
         layers = sum(run.layers for run in runs)
         nothing = jnp.zeros((0, batch, total))

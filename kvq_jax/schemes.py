@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import difflib
 import importlib
+import numbers
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ def option(
     optional: bool = False,
     allowed: tuple[Any, ...] = (),
     minimum: float | None = None,
+    maximum: float | None = None,
     about: str = "",
 ) -> Any:
     """A field of a spec string: its default, what is allowed, and what it means. `optional` fields may be None."""
@@ -57,6 +59,7 @@ def option(
         "optional": optional or default is None,
         "allowed": allowed,
         "minimum": minimum,
+        "maximum": maximum,
         "about": about,
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -66,7 +69,9 @@ def _allowed(metadata: Any) -> str:
     if metadata["allowed"]:
         return "allowed: " + ", ".join(map(str, metadata["allowed"]))
     kind = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[metadata["kind"]]
-    return f"allowed: {kind}" + ("" if metadata["minimum"] is None else f" of at least {metadata['minimum']:g}")
+    least = "" if metadata["minimum"] is None else f" of at least {metadata['minimum']:g}"
+    most = "" if metadata["maximum"] is None else f" and at most {metadata['maximum']:g}"
+    return f"allowed: {kind}{least}{most}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +93,18 @@ class Scheme(abc.ABC):
             self._check(field, getattr(self, field.name))
 
     def _check(self, field: "dataclasses.Field[Any]", value: Any) -> None:
-        kind, allowed, minimum = (field.metadata[key] for key in ("kind", "allowed", "minimum"))
+        keys = ("kind", "allowed", "minimum", "maximum")
+        kind, allowed, minimum, maximum = (field.metadata[key] for key in keys)
         if value is None and field.metadata["optional"]:
             return
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+        number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if number and kind in (int, float):  # NumPy's integers too
+            value = kind(value)
             object.__setattr__(self, field.name, value)
         fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if not fits or (allowed and value not in allowed) or (minimum is not None and not value >= minimum):
+        fits = fits and (not allowed or value in allowed)
+        fits = fits and (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
+        if not fits:
             raise ValueError(f"{self.name}: {field.name}={value!r} is out of range; {_allowed(field.metadata)}")
 
     @abc.abstractmethod
@@ -201,8 +210,10 @@ def scheme(spec: str | Scheme, **fields: Any) -> Scheme:
     """
     if isinstance(spec, Scheme):
         cls, given = type(spec), {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-        if {"k_bits", "v_bits"} & set(fields) and given["bits"]:  # one side changes, the other keeps its bits
+        if {"k_bits", "v_bits"} & set(fields) and given.get("bits"):  # one side changes, the other keeps its bits
             given |= {"bits": None, "k_bits": given["bits"], "v_bits": given["bits"]}
+        elif "bits" in fields:
+            given |= {"k_bits": None, "v_bits": None}
         return _build(cls, given | fields)
     name, _, rest = spec.strip().partition(":")
     registry = _registry()
@@ -243,6 +254,8 @@ def _parse(cls: type[Scheme], key: str, text: str) -> Any:
 def _build(cls: type[Scheme], given: dict[str, Any]) -> Scheme:
     for key in given:
         _field(cls, key)
+    if all(given.get(key) is not None for key in ("bits", "k_bits", "v_bits")):
+        raise ValueError(f"{cls.name}: bits, k_bits and v_bits are all given; give bits, or k_bits and v_bits")
     built = cls(**given)
     built.resolve(128)  # what no head_dim can satisfy fails here
     return built

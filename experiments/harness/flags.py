@@ -27,7 +27,7 @@ GROUP = flags.DEFINE_integer("group", None, "Tokens that leave the full-precisio
 PROTECT = flags.DEFINE_integer("protect", None, "First and last layers kept in full precision, of every method.")
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Of the model and the caches.")
 IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of attention: xla or reference; default: picked.")
-SEED = flags.DEFINE_integer("seed", 0, "Of everything random (here: the bootstrap's resampling).")
+SEED = flags.DEFINE_integer("seed", 0, "Of everything random (here: the bootstrap's resampling).", lower_bound=0)
 OUT = flags.DEFINE_string("out", None, "Folder for the results; default out/<binary>/<time>.")
 RESUME = flags.DEFINE_bool("resume", False, "Go on with the run in --out: rows that it has are not computed again.")
 

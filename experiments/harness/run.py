@@ -125,7 +125,7 @@ def check_same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> N
             )
 
 
-def _existing(path: Path, resume: bool, determines: Mapping[str, Any]) -> list[Row]:
+def _existing(path: Path, resume: bool, determines: Mapping[str, Any], key: Sequence[str]) -> list[Row]:
     """The rows that are there, their file cut after the last whole one."""
     file, config = path / "rows.jsonl", path / "config.json"
     if not resume:
@@ -135,11 +135,14 @@ def _existing(path: Path, resume: bool, determines: Mapping[str, Any]) -> list[R
     if not file.stat().st_size:
         return []
     try:
-        then = json.loads(config.read_bytes())["determines"]
-    except (OSError, ValueError, KeyError):
+        then = dict(json.loads(config.read_bytes())["determines"])
+    except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"--resume: {config} is missing or damaged; pass another --out") from None
     check_same(path, then, determines)
     rows, size = read_rows(file)
+    for row in rows:
+        if missing := [name for name in key if name not in row]:
+            raise ValueError(f"--resume: a row of {file} has no {missing[0]}; pass another --out")
     os.truncate(file, size)
     return rows
 
@@ -154,13 +157,15 @@ def open_run(
     An error before the first row leaves nothing behind; an interruption says how to go on.
     """
     determines = plain(determines)
+    if path.is_dir() and any(path.iterdir()) and not (path / "rows.jsonl").is_file():
+        raise ValueError(f"--out={path} holds other files; pass a new or an empty folder")
     new = [folder for folder in (path, *path.parents) if not folder.exists()]
     with contextlib.ExitStack() as stack:
         try:
             path.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((path / "rows.jsonl").open("ab"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
-            rows = _existing(path, resume, determines)
+            rows = _existing(path, resume, determines, key)
             text = json.dumps(plain(config) | {"determines": determines}, indent=1) + "\n"
             write_atomically(path / "config.json", text.encode())
         except BlockingIOError:

@@ -65,7 +65,7 @@ class KVarN(Bits):
     Bits a value, main store, f16: K bits + 16(2/group + 1/head_dim), V bits + 16(1/group + 2/head_dim).
     """
 
-    iters: int = option(8, minimum=0, about="normalization iterations")
+    iters: int = option(8, minimum=0, maximum=1000, about="normalization iterations")
     normalize: str = option("published", allowed=("published", "equivariant"))
     scales: str = option("f16", allowed=("f16", "fp8", "f32"))
     group: int = option(128, minimum=2, about="tokens of a tile, and of a flush")

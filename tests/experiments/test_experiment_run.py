@@ -134,3 +134,22 @@ def test_an_interruption_says_how_to_go_on(tmp_path: Path) -> None:
 def test_table_aligns_by_what_is_seen() -> None:
     lines = table(["a", "k\u0302\nmean"], [["x", "1"], ["long", "22"]]).splitlines()
     assert lines == ["         k\u0302", "a     mean", "────  ────", "x        1", "long    22"]
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds other files; pass a new or an empty folder"):
+        open_run(folder).__enter__()
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+    assert (folder / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("damage", ["[]", '{"determines": 3}', "{"])
+def test_a_damaged_configuration_is_named_at_resume(tmp_path: Path, damage: str) -> None:
+    with open_run(tmp_path / "r") as results:
+        results.append([dict.fromkeys(KEY, 1)])
+    (tmp_path / "r" / "config.json").write_text(damage)
+    with pytest.raises(ValueError, match=r"config\.json is missing or damaged"):
+        open_run(tmp_path / "r", resume=True).__enter__()

@@ -1,5 +1,6 @@
 """The tiled path against the dense reference, and both against float64 attention over what the cache reads back."""
 
+import dataclasses
 import functools
 
 import jax
@@ -253,3 +254,20 @@ def test_requirement_20_shapes_that_do_not_fit_are_named(changed, says) -> None:
     arguments = {"q": Q, "cache": filled(KIVI, (0, 0)), "k": BLOCK_K, "v": BLOCK_V} | changed
     with pytest.raises(ValueError, match=says):
         kvq.attend(**arguments)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_what_is_not_a_number_is_not_hidden_by_any_path(implementation: str) -> None:
+    k = jnp.asarray(BLOCK_K).at[0, 0, 0, 0].set(jnp.nan)
+    out = kvq.attend(Q, None, k, BLOCK_V, implementation=implementation)
+    assert jnp.isnan(out[0, 0]).all()
+    assert jnp.isfinite(out[1]).all(), "another row saw it"
+
+
+def test_a_scheme_that_reads_its_own_block_quantized_reads_what_it_wrote() -> None:
+    cache = filled("kivi:bits=2,subgroup=4,residual=4,reads_own=quantized", (0, 0))
+    written = kvq.append(cache, BLOCK_K, BLOCK_V)
+    out = kvq.attend(Q, cache, BLOCK_K, BLOCK_V)
+    np.testing.assert_array_equal(out, kvq.attend(Q, written))
+    raw = kvq.attend(Q, dataclasses.replace(cache, scheme=kvq.scheme(cache.scheme, reads_own="raw")), BLOCK_K, BLOCK_V)
+    assert float(jnp.abs(out - raw).max()) > 1e-3

@@ -145,8 +145,12 @@ def test_trim_through_a_tile_is_an_error_and_no_change_inside_jit() -> None:
         ValueError, match="trim to 30 tokens cuts through a quantized tile of row 0; go to 3 plus a mult"
     ):
         kvq.trim(cache, 30)
-    with pytest.raises(ValueError, match="row 0"):
+    with pytest.raises(ValueError, match="tokens=-1 is negative"):
         kvq.trim(cache, -1)
+    with pytest.raises(ValueError, match="trim takes an int"):
+        kvq.trim(cache, 30.5)
+    with pytest.raises(ValueError, match=r"index \[5\] names rows that do not exist; this cache has 2"):
+        kvq.select_rows(cache, jnp.array([5]))
     assert_same(jax.jit(kvq.trim)(cache, jnp.array([30, 40])), cache)
     checked = jax.jit(checkify.checkify(kvq.trim, errors=checkify.user_checks))
     with pytest.raises(checkify.JaxRuntimeError, match="cuts through a quantized tile"):

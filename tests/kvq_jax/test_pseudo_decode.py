@@ -284,3 +284,23 @@ def test_requirement_22_log_likelihoods_are_scored_through_the_cache() -> None:
     np.testing.assert_allclose(exact.nll[0][exact.scored], exact.nll_reference[exact.scored], atol=1e-5)
     moved = jnp.abs(quantized.nll - quantized.nll_reference)[:, quantized.scored]
     assert float(moved.max()) > 1e-3, "a score that the cache cannot change does not read it"
+
+
+def test_requirement_7_padding_on_any_side_by_any_amount_changes_nothing() -> None:
+    alone = kvq.pseudo_decode(FORWARD, TOKENS[:1, :59], scheme=KIVI, block=20)
+    valid = np.zeros((1, N), bool)
+    valid[:, 10:40] = valid[:, 67:] = True  # 59 tokens, with a hole
+    tokens = np.full((1, N), 7)
+    tokens[valid] = TOKENS[0, :59]
+    padded = kvq.pseudo_decode(FORWARD, tokens, scheme=KIVI, block=20, valid=valid)
+    np.testing.assert_allclose(padded.kl[:, valid], alone.kl[:, 0], atol=1e-5)
+    np.testing.assert_array_equal(padded.scored[valid], alone.scored[0])
+    assert jnp.isnan(padded.kl[:, ~valid]).all()
+
+
+def test_attend_inside_a_trace_of_the_forwards_own_is_named() -> None:
+    def hidden(w: Weights, tokens, positions, attend):
+        return jax.jit(lambda t: forward(w, t, positions, attend))(tokens)
+
+    with pytest.raises(ValueError, match="attend inside a jit"):
+        kvq.pseudo_decode(jax.tree_util.Partial(hidden, W), TOKENS, scheme="fp32", block=16)

@@ -166,3 +166,12 @@ def test_requirement_11_the_policy_is_per_layer_and_says_which_are_quantized() -
     assert total["k_codes"] == 256 * 64 * 2 // 8
     with pytest.raises(ValueError, match="protect=2 leaves none of 4 layers"):
         layer_schemes(kvq.scheme("kvarn:protect=2"), 4, jnp.float32)
+
+
+def test_bits_are_given_for_both_sides_or_for_each() -> None:
+    with pytest.raises(ValueError, match="bits, k_bits and v_bits are all given"):
+        kvq.scheme("kivi:bits=3,k_bits=2,v_bits=4")
+    assert kvq.scheme(kvq.scheme("kivi", k_bits=2, v_bits=4), bits=3) == kvq.scheme("kivi:bits=3")
+    assert kvq.scheme("kivi", bits=np.int64(4)) == kvq.scheme("kivi:bits=4")
+    with pytest.raises(ValueError, match="iters=1000000000000 is out of range"):
+        kvq.scheme("kvarn:iters=1000000000000")
