@@ -44,8 +44,8 @@ class Affine(Quantizer):
 
         zero = min, scale = (max − min)/(2^bits − 1), code = clip(rint((x − zero)/scale), 0, 2^bits − 1).
 
-        The codes come from the unrounded scale and zero (in 16-bit storage, rounding first costs 2 % more KL on
-        SmolLM2). A constant row has scale 0 and code 0, and comes back as its zero.
+        The codes come from the unrounded scale and zero: rounding these to 16 bits first costs accuracy. A constant row
+        has scale 0 and code 0, and comes back as its zero.
         """
         low, high = row_range(rows)
         scale = (high - low) / (2**self.bits - 1)
