@@ -10,9 +10,11 @@ from kvq_jax.cache import (
     read,
     roundtrip,
 )
+from kvq_jax.constants import Constants, load_constants, save_constants
 from kvq_jax.memory import bits_per_element, nbytes, stored
 from kvq_jax.protocol import Attend, LazyLogits
 from kvq_jax.pseudo_decode import Trace, pseudo_decode
+from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
 from kvq_jax.rows import select_rows, trim
 from kvq_jax.schemes import Scheme, list_schemes, scheme
@@ -21,7 +23,9 @@ __all__ = [
     "Attend",
     "Cache",
     "CausalAttention",
+    "Constants",
     "LazyLogits",
+    "Rope",
     "Scheme",
     "Trace",
     "append",
@@ -31,11 +35,13 @@ __all__ = [
     "init_cache",
     "lengths",
     "list_schemes",
+    "load_constants",
     "nbytes",
     "pseudo_decode",
     "read",
     "resolve_implementation",
     "roundtrip",
+    "save_constants",
     "scheme",
     "select_rows",
     "stored",

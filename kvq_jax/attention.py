@@ -22,6 +22,7 @@ from jax import Array, lax
 from kvq_jax.cache import Cache, SideCache, append, block_mask, check_block, read, take_tokens
 from kvq_jax.protocol import Attend
 from kvq_jax.quantizers.base import Leaves, dot
+from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
 
 IMPLEMENTATIONS = ("reference", "xla")
@@ -129,7 +130,7 @@ def _tail(side: SideCache, start: Array, size: int, reaches_store: bool) -> Arra
     def last(leaf: Array) -> Array:
         return jnp.take_along_axis(leaf, index.reshape(index.shape[0], 1, tiles, *[1] * (leaf.ndim - 3)), axis=2)
 
-    recent = side.side.quantizer.tokens({name: last(leaf) for name, leaf in side.store.items()})
+    recent = side.tokens({name: last(leaf) for name, leaf in side.store.items()})
     both = _pad_tokens(jnp.concatenate([recent, window], axis=2), size)
     return take_tokens(both, tiles * tile - (side.flushed - start), size)
 
@@ -138,11 +139,13 @@ def _pad_tokens(x: Array, tokens: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, tokens), (0, 0)))
 
 
-def _over_cache(q: Array, queries: _Queries, cache: Cache, causal: bool, dynamic: bool) -> _Softmax:
-    """Everything cached. q: scaled and in K's stored basis `[batch, kv_heads, queries, head_dim]`."""
+def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal: bool, dynamic: bool) -> _Softmax:
+    """Everything cached. q: in K's stored basis, not scaled `[batch, kv_heads, queries, head_dim]`."""
     k, v, sink = cache.k, cache.v, cache.scheme.sink
+    rope = cache.rope  # only where keys are stored before it
     batch, kv_heads, rows, _ = q.shape
     state = _Softmax.start(batch, kv_heads, rows, v.side.quantizer.head_dim)
+    q, rounded = q * scale, k.side.quantizer.query(q) * scale
 
     # Whole read tiles that both sides have flushed are read from the store; what is left is short, and dense.
     block = math.lcm(k.tile_tokens, v.tile_tokens)
@@ -162,8 +165,12 @@ def _over_cache(q: Array, queries: _Queries, cache: Cache, causal: bool, dynamic
             token = first + jnp.arange(size)
             exists = (token >= i * size) & (token < both[:, None])
             mask = queries.mask(jnp.broadcast_to(sink + token, exists.shape), exists, causal)
-            scores = k.side.quantizer.scores(q, tiles(k, first))
-            return state.see(scores, mask, lambda p: v.side.quantizer.weighted_sum(p, tiles(v, first)))
+            leaves = tiles(k, first)
+            if rope is None:
+                scores = k.scores(rounded, leaves)
+            else:
+                scores = dot(rounded, jnp.swapaxes(rope.apply(k.tokens(leaves), sink + token[None]), -1, -2))
+            return state.see(scores, mask, lambda p: v.weighted_sum(p, tiles(v, first)))
 
         steps = (jnp.max(both) + size - 1) // size
         state = _loop(see_tile, steps, -(-room // size), state, dynamic)
@@ -177,6 +184,8 @@ def _over_cache(q: Array, queries: _Queries, cache: Cache, causal: bool, dynamic
     token = jnp.concatenate(
         [jnp.broadcast_to(jnp.arange(sink), (batch, sink)), sink + both[:, None] + jnp.arange(size)], axis=1
     )
+    if rope is not None:
+        dense_k = rope.apply(dense_k, token)
     mask = queries.mask(token, token < cache.length[:, None], causal)
     return state.see(dot(q, jnp.swapaxes(dense_k, -1, -2)), mask, lambda p: dot(p, dense_v))
 
@@ -228,15 +237,15 @@ def _tiled(
 ) -> Array:
     kv_heads = q.shape[1] // call.heads_per_kv
     queries = _Queries(position, call.heads_per_kv, call.sliding_window)
-    rows = _to_rows(q, kv_heads) * call.scale
+    rows = _to_rows(q, kv_heads)
     state = None
     if cache is not None:
         rotated = hadamard(rows) if cache.k.side.rotate else rows
-        state = _over_cache(rotated, queries, cache, causal=block is None, dynamic=dynamic)
+        state = _over_cache(rotated, call.scale, queries, cache, causal=block is None, dynamic=dynamic)
         if cache.v.side.rotate:
             state = dataclasses.replace(state, weighted=hadamard(state.weighted))
     if block is not None:
-        own = _over_block(rows, queries, *block, valid, dynamic)
+        own = _over_block(rows * call.scale, queries, *block, valid, dynamic)
         state = own if state is None else state.merge(own)
     assert state is not None
     if sinks is not None:
@@ -380,7 +389,7 @@ class CausalAttention:
     valid: Array | None = None  # bool [batch, tokens]
     implementation: str | None = None
 
-    def __call__(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
+    def __call__(self, q: Array, k: Array, v: Array, *, rope: Rope | None = None, **options: Any) -> Array:
         return attend(q, None, k, v, valid=self.valid, implementation=self.implementation, **options)
 
     def scan(self, layer: Callable[[X, Any, Attend], X], x: X, layers: Any) -> X:

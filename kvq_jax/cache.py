@@ -18,8 +18,10 @@ from jax import Array, lax
 from jax.experimental import checkify
 from jax.typing import DTypeLike
 
+from kvq_jax.constants import Given, of_one_layer, per_layer
 from kvq_jax.formats import saturate
 from kvq_jax.quantizers.base import Leaves, Quantizer
+from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
 from kvq_jax.schemes import Scheme, Side, full_precision, layer_schemes
 from kvq_jax.schemes import scheme as make_scheme
@@ -33,7 +35,8 @@ class SideCache:
     side: Side = dataclasses.field(metadata={"static": True})
     sink: Array  # [batch, kv_heads, sink, head_dim]
     window: Array  # [batch, kv_heads, window.size, head_dim], oldest first, zero beyond what is filled
-    store: Leaves  # each [batch, kv_heads, tiles, ...]
+    store: Leaves  # each [batch, kv_heads or 1, tiles, ...]
+    constants: Leaves  # what calibration found for this layer; no batch axis
     flushed: Array  # int32 [batch]: tokens in the store
 
     @property
@@ -50,6 +53,19 @@ class SideCache:
         tiles = next(iter(self.store.values())).shape[self.window.ndim - 2]  # one axis more where layers are stacked
         return int(tiles) * self.tile_tokens
 
+    def encode(self, tiles: Array) -> Leaves:
+        return self.side.quantizer.encode(tiles, self.constants)
+
+    def tokens(self, leaves: Leaves) -> Array:
+        """Decoded `[batch, kv_heads, tokens, head_dim]`, in the stored basis."""
+        return self.side.quantizer.tokens(leaves, self.constants)
+
+    def scores(self, q: Array, leaves: Leaves) -> Array:
+        return self.side.quantizer.scores(q, leaves, self.constants)
+
+    def weighted_sum(self, p: Array, leaves: Leaves) -> Array:
+        return self.side.quantizer.weighted_sum(p, leaves, self.constants)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -62,6 +78,7 @@ class Cache:
     k: SideCache
     v: SideCache
     length: Array  # int32 [batch]: tokens of each row
+    rope: Rope | None = dataclasses.field(default=None, metadata={"static": True})  # of the keys, as they are given
 
     @property
     def sides(self) -> tuple[SideCache, SideCache]:
@@ -69,22 +86,28 @@ class Cache:
 
 
 @functools.lru_cache(maxsize=256)
-def _stored_shapes(quantizer: Quantizer, tiles: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+def _stored_shapes(
+    quantizer: Quantizer, tiles: tuple[int, ...], has_constants: bool
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of what `encode` makes of `tiles`; remembered, because every layer asks and tracing is slow."""
-    return dict(jax.eval_shape(quantizer.encode, jax.ShapeDtypeStruct(tiles, jnp.float32)))
+    specs = quantizer.constants(tiles[1]) if has_constants else {}
+    constants = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in specs.items()}
+    return dict(jax.eval_shape(quantizer.encode, jax.ShapeDtypeStruct(tiles, jnp.float32), constants))
 
 
-def _init_side(side: Side, sink: int, batch: int, kv_heads: int, capacity: int, dtype: DTypeLike) -> SideCache:
+def _init_side(
+    side: Side, constants: Leaves, sink: int, batch: int, kv_heads: int, capacity: int, dtype: DTypeLike
+) -> SideCache:
     quantizer, window = side.quantizer, side.window
     groups = max(0, capacity - sink - window.recent) // window.group
     tokens = (groups * window.group // quantizer.tile_tokens, quantizer.tile_tokens)
-    leaves = _stored_shapes(quantizer, (batch, kv_heads, *tokens, quantizer.head_dim))
+    leaves = _stored_shapes(quantizer, (batch, kv_heads, *tokens, quantizer.head_dim), bool(constants))
 
     def raw(tokens: int) -> Array:
         return jnp.zeros((batch, kv_heads, tokens, quantizer.head_dim), dtype)
 
     store = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-    return SideCache(side, raw(sink), raw(window.size), store, jnp.zeros(batch, jnp.int32))
+    return SideCache(side, raw(sink), raw(window.size), store, constants, jnp.zeros(batch, jnp.int32))
 
 
 @overload
@@ -97,7 +120,8 @@ def init_cache(
     capacity: int,
     dtype: DTypeLike = ...,
     layers: None = None,
-    constants: None = None,
+    constants: Given = None,
+    rope: Rope | None = None,
 ) -> Cache: ...
 @overload
 def init_cache(
@@ -109,7 +133,8 @@ def init_cache(
     capacity: int,
     dtype: DTypeLike = ...,
     layers: int,
-    constants: None = None,
+    constants: Given = None,
+    rope: Rope | None = None,
 ) -> tuple[Cache, ...]: ...
 def init_cache(
     scheme: str | Scheme,
@@ -120,28 +145,53 @@ def init_cache(
     capacity: int,
     dtype: DTypeLike = jnp.bfloat16,
     layers: int | None = None,
-    constants: None = None,
+    constants: Given = None,
+    rope: Rope | None = None,
 ) -> Cache | tuple[Cache, ...]:
     """An empty cache for rows of up to `capacity` tokens; with `layers`, one a layer, by the scheme's layer policy.
 
     Sink and window are kept in `dtype`, and the values that get quantized are those of `dtype`. Memory is allocated
-    once, here. Raises ValueError for sizes that are not positive, a dtype that is not a float of 16 or 32 bits, a
-    head_dim that the scheme cannot store, and constants for a scheme that takes none.
+    once, here. `constants` are what calibration found: `Constants`, or a mapping of arrays (`k_lut`, `v_c`, ...), with
+    a leading axis of layers where `layers` is given. `rope` is what has been applied to the keys that will come; a
+    scheme that stores keys before RoPE takes it back, and applies it again when they are read.
+
+    Raises ValueError for sizes that are not positive, a dtype that is not a float of 16 or 32 bits, a head_dim that the
+    scheme cannot store, and constants that are missing, of another scheme, or not of these layers and heads.
     """
     policy = make_scheme(scheme)
-    if constants is not None:
-        raise ValueError(f"{policy.name} takes no constants; leave constants=None")
     for name, value in {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}.items():
         if not isinstance(value, numbers.Integral) or value < 1:
             raise ValueError(f"{name}={value!r} is not positive; it must be a whole number of 1 or more")
     full_precision(dtype)  # raises for a dtype that no cache has
-    if layers is not None:
-        if layers < 1:
-            raise ValueError(f"layers={layers} is not positive; use the model's number, or None for a single cache")
-        shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
-        return tuple(init_cache(one, **shape) for one in layer_schemes(policy, layers, dtype))  # type: ignore[call-overload]
-    k, v = (_init_side(side, policy.sink, batch, kv_heads, capacity, dtype) for side in policy.resolve(head_dim))
-    return Cache(policy, capacity, jnp.dtype(dtype), k, v, jnp.zeros(batch, jnp.int32))
+    size = (batch, kv_heads, head_dim, capacity, jnp.dtype(dtype))
+    if layers is None:
+        return _init_layer(policy, *size, constants, rope)
+    if layers < 1:
+        raise ValueError(f"layers={layers} is not positive; use the model's number, or None for a single cache")
+    of_layers = per_layer(policy, constants, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    return tuple(
+        _init_layer(one, *size, own if one.quantizes else None, rope)
+        for one, own in zip(layer_schemes(policy, layers, dtype), of_layers, strict=True)
+    )
+
+
+def _init_layer(
+    scheme: Scheme,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    dtype: DTypeLike,
+    constants: Given,
+    rope: Rope | None,
+) -> Cache:
+    own = of_one_layer(scheme, constants, kv_heads=kv_heads, head_dim=head_dim)
+    k, v = (
+        _init_side(side, arrays, scheme.sink, batch, kv_heads, capacity, dtype)
+        for side, arrays in zip(scheme.resolve(head_dim), own, strict=True)
+    )
+    rope = rope if k.side.pre_rope else None  # who does not need it does not differ by it
+    return Cache(scheme, capacity, dtype, k, v, jnp.zeros(batch, jnp.int32), rope)
 
 
 def per_row(fn: Callable[..., Array], *args: Array) -> Array:
@@ -207,32 +257,45 @@ def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Ar
         count = jnp.maximum(count - into_sink, 0)
     waiting_tokens = _put_tokens(_pad(cache.window, n + window.size), x, waiting)  # room to slice off what is left
     waiting = waiting + count
-    groups = jnp.where(waiting >= window.recent + window.group, (waiting - window.recent) // window.group, 0)
-
-    most = (window.group - 1 + n) // window.group  # groups that one append can complete
-    store, flushed = cache.store, groups * window.group
+    store, flushed = cache.store, window.flushes(waiting, length)
+    most = window.most(n)  # tokens that one append can flush
     if most and cache.store_tokens:
         tile = quantizer.tile_tokens
-        tokens = waiting_tokens[:, :, : most * window.group].astype(jnp.float32)
-        tiles = tokens.reshape(*x.shape[:2], -1, tile, x.shape[3])
+        tiles = waiting_tokens[:, :, :most].astype(jnp.float32).reshape(*x.shape[:2], -1, tile, x.shape[3])
         if n >= window.group:
-            leaves = quantizer.encode(tiles)
+            leaves = cache.encode(tiles)
         else:  # most appends complete no group; a conditional that returns the few new tiles leaves the store in place
-            shapes = _stored_shapes(quantizer, tiles.shape)
+            shapes = _stored_shapes(quantizer, tiles.shape, bool(cache.constants))
             nothing = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
-            leaves = lax.cond(jnp.any(groups > 0), quantizer.encode, lambda _: nothing, tiles)
+            leaves = lax.cond(jnp.any(flushed > 0), cache.encode, lambda _: nothing, tiles)
+        if window.rewrites:
+            again = cache.encode(quantizer.decode(store, cache.constants))
+            rows = flushed > 0
+            store = {
+                name: jnp.where(rows.reshape(-1, *[1] * (leaf.ndim - 1)), again[name], leaf)
+                for name, leaf in store.items()
+            }
         store = {
             name: _write_tiles(leaf, leaves[name], cache.flushed // tile, flushed // tile)
             for name, leaf in store.items()
         }
     left = take_tokens(waiting_tokens, flushed, window.size)
     left = tokens_where(jnp.arange(window.size) < (waiting - flushed)[:, None], left)
-    return SideCache(cache.side, sink_tokens, left, store, cache.flushed + flushed)
+    return dataclasses.replace(cache, sink=sink_tokens, window=left, store=store, flushed=cache.flushed + flushed)
 
 
-def to_stored_basis(side: Side, x: Array, dtype: DTypeLike) -> Array:
-    """Rotate (float32) where the side rotates, then round to the cache's dtype, saturating."""
+def to_stored_basis(side: Side, x: Array, dtype: DTypeLike, rope: Rope | None, position: Array) -> Array:
+    """Take RoPE back (keys at `position` `[batch or 1, tokens]`) or rotate, in float32, as the side wants it; then
+    round to the cache's dtype, saturating."""
+    if side.pre_rope and rope is not None:
+        x = rope.apply(x, position, inverse=True)
     return saturate(hadamard(x) if side.rotate else x, dtype)
+
+
+def without_constants(cache: Cache) -> Cache:
+    """The cache less its constants, so that every leaf has a batch axis."""
+    k, v = (dataclasses.replace(side, constants={}) for side in cache.sides)
+    return dataclasses.replace(cache, k=k, v=v)
 
 
 def is_concrete(x: Array) -> bool:
@@ -292,26 +355,29 @@ def append(cache: Cache, k: Array, v: Array, *, valid: Array | None = None) -> C
 
 @jax.jit
 def _append(cache: Cache, k: Array, v: Array, count: Array) -> Cache:
-    sides = [
-        _append_side(side, to_stored_basis(side.side, x, cache.dtype), cache.scheme.sink, cache.length, count)
-        for side, x in ((cache.k, k), (cache.v, v))
-    ]
+    position = cache.length[:, None] + jnp.arange(k.shape[2])
+    sides = []
+    for side, x in ((cache.k, k), (cache.v, v)):
+        x = to_stored_basis(side.side, x, cache.dtype, cache.rope, position)
+        sides.append(_append_side(side, x, cache.scheme.sink, cache.length, count))
     return dataclasses.replace(cache, k=sides[0], v=sides[1], length=cache.length + count)
 
 
-def _read_side(side: SideCache, length: Array, capacity: int) -> Array:
+def _read_side(side: SideCache, length: Array, capacity: int, rope: Rope | None) -> Array:
     sink, window = side.sink.astype(jnp.float32), side.window.astype(jnp.float32)
-    stored = side.side.quantizer.tokens(side.store)
+    stored = side.tokens(side.store)
     # sink | stored, then the window over what follows the flushed tokens, then zeros beyond the row's length
     x = _pad(jnp.concatenate([sink, stored], axis=2), capacity + window.shape[2])
     x = _put_tokens(x, window, sink.shape[2] + side.flushed)[:, :, :capacity]
     x = tokens_where(jnp.arange(capacity) < length[:, None], x)
+    if side.side.pre_rope and rope is not None:
+        x = rope.apply(x, jnp.arange(capacity)[None])
     return hadamard(x) if side.side.rotate else x
 
 
 @jax.jit
 def _read(cache: Cache) -> tuple[Array, Array]:
-    k, v = (_read_side(side, cache.length, cache.capacity) for side in cache.sides)
+    k, v = (_read_side(side, cache.length, cache.capacity, cache.rope) for side in cache.sides)
     return k, v
 
 
@@ -327,15 +393,30 @@ def read(cache: Cache) -> tuple[Array, Array]:
     return k[:, :, :tokens], v[:, :, :tokens]
 
 
-def roundtrip(scheme: str | Scheme, k: Array, v: Array, *, constants: None = None) -> tuple[Array, Array]:
+def roundtrip(
+    scheme: str | Scheme,
+    k: Array,
+    v: Array,
+    *,
+    constants: Given = None,
+    rope: Rope | None = None,
+) -> tuple[Array, Array]:
     """What attention would see of k and v `[batch, kv_heads, tokens, head_dim]` after all have been appended.
 
     The window and what is quantized are in k's dtype. Tokens that the scheme keeps in full precision come back as
-    they are (up to the rotation's rounding).
+    they are (up to the rotation's rounding). `constants` and `rope` as in `init_cache`; without `rope` a scheme that
+    stores keys before RoPE takes k to be just that.
     """
     batch, kv_heads, tokens, head_dim = k.shape
     cache = init_cache(
-        scheme, batch=batch, kv_heads=kv_heads, head_dim=head_dim, capacity=tokens, dtype=k.dtype, constants=constants
+        scheme,
+        batch=batch,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        capacity=tokens,
+        dtype=k.dtype,
+        constants=constants,
+        rope=rope,
     )
     return read(append(cache, k, v))
 

@@ -4,8 +4,9 @@ Layers are found by tracing the forward once with an attention that only takes n
 layers gets stacked caches, in runs of layers with equal schemes.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ from jax.typing import DTypeLike
 
 from kvq_jax.attention import attend
 from kvq_jax.cache import Cache, append, init_cache
+from kvq_jax.constants import Constants, per_layer
 from kvq_jax.protocol import Attend, Forward
+from kvq_jax.rope import Rope
 from kvq_jax.schemes import Scheme, layer_schemes
 
 
@@ -28,18 +31,32 @@ class Run:
     head_dim: int
     stacked: int | None
     scheme: Scheme | None = None
+    rope: Rope | None = None
 
     @property
     def layers(self) -> int:
         return self.stacked or 1
 
-    def empty(self, scheme: Scheme, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
-        cache = init_cache(
-            scheme, batch=batch, kv_heads=self.kv_heads, head_dim=self.head_dim, capacity=capacity, dtype=dtype
-        )
+    def empty(
+        self, scheme: Scheme, batch: int, capacity: int, dtype: DTypeLike, constants: Mapping[str, Array] | None = None
+    ) -> Cache:
+        """An empty cache; constants `[layers, ...]` by name."""
+
+        def one(constants: Mapping[str, Array] | None) -> Cache:
+            return init_cache(
+                scheme,
+                batch=batch,
+                kv_heads=self.kv_heads,
+                head_dim=self.head_dim,
+                capacity=capacity,
+                dtype=dtype,
+                constants=constants,
+                rope=self.rope,
+            )
+
         if self.stacked is None:
-            return cache
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.stacked, *leaf.shape)), cache)
+            return one(None if constants is None else {name: x[0] for name, x in constants.items()})
+        return jax.vmap(one, axis_size=self.stacked)(constants)
 
 
 class _Probe:
@@ -48,17 +65,17 @@ class _Probe:
     def __init__(self) -> None:
         self.found: list[Run] = []
 
-    def __call__(self, q: Array, k: Array, v: Array, **_: Any) -> Array:
+    def __call__(self, q: Array, k: Array, v: Array, *, rope: Rope | None = None, **_: Any) -> Array:
         if k.shape != v.shape:
             raise ValueError(f"layer {len(self.found)}: k {k.shape} and v {v.shape} differ; a cache holds equal shapes")
-        self.found.append(Run(k.shape[1], k.shape[3], None))
+        self.found.append(Run(k.shape[1], k.shape[3], None, rope=rope))
         return jnp.zeros(q.shape, q.dtype)
 
     def scan(self, layer: Callable[[Any, Any, Attend], Any], x: Any, layers: Any) -> Any:
         inner = _Probe()
         x = layer(x, jax.tree.map(lambda leaf: leaf[0], layers), inner)
         (one,) = inner.found  # the protocol: one attention a layer
-        self.found.append(Run(one.kv_heads, one.head_dim, jax.tree.leaves(layers)[0].shape[0]))
+        self.found.append(dataclasses.replace(one, stacked=jax.tree.leaves(layers)[0].shape[0]))
         return x
 
 
@@ -93,6 +110,13 @@ def _plan(
     jax.eval_shape(trace, leaves, jax.ShapeDtypeStruct((batch, block), jnp.int32))
     if not probe.found:
         raise ValueError("forward never called the attention it was given; see docs/embedding.md for the protocol")
+    for layer, run in enumerate(probe.found):
+        if run.rope is None and policy.resolve(run.head_dim)[0].pre_rope:
+            raise ValueError(
+                f"{policy.name} stores keys before RoPE, and layer {layer} does not say which RoPE it applied; pass "
+                "rope=kvq.Rope(...) to attend (docs/embedding.md; a LongRoPE model of ours says it when loaded with "
+                "context=...)"
+            )
     schemes = iter(layer_schemes(policy, sum(run.layers for run in probe.found), dtype))
     runs = []
     for found in probe.found:
@@ -101,9 +125,29 @@ def _plan(
         for end in range(1, found.layers + 1):
             if end == found.layers or of_layers[end] != of_layers[start]:
                 stacked = None if found.stacked is None else end - start
-                runs.append(Run(found.kv_heads, found.head_dim, stacked, of_layers[start]))
+                runs.append(dataclasses.replace(found, stacked=stacked, scheme=of_layers[start]))
                 start = end
     return tuple(runs)
+
+
+def constants_of_runs(
+    policy: Scheme, constants: Constants | None, runs: Sequence[Run]
+) -> tuple[Mapping[str, Array] | None, ...]:
+    """The constants `[layers, ...]` of each run, None for runs that are not quantized. Raises ValueError as
+    `init_cache` does."""
+    total = sum(run.layers for run in runs)
+    of_layers: list[Mapping[str, Any] | None] = [None] * total
+    for kv_heads, head_dim in {(run.kv_heads, run.head_dim) for run in runs}:
+        of_layers = per_layer(policy, constants, layers=total, kv_heads=kv_heads, head_dim=head_dim)
+    found, start = [], 0
+    for run in runs:
+        own = of_layers[start : start + run.layers]
+        start += run.layers
+        quantizes = run.scheme is not None and run.scheme.quantizes
+        parts = [one for one in own if one is not None] if quantizes else []
+        stacked = {name: jnp.stack([jnp.asarray(one[name]) for one in parts]) for name in parts[0]} if parts else None
+        found.append(stacked)
+    return tuple(found)
 
 
 class CachedAttention:
@@ -115,7 +159,7 @@ class CachedAttention:
         self.new: list[tuple[Array, Array]] = []  # one a run: [(layers,) batch, kv_heads, tokens, head_dim]
         self.outputs: list[Array] = []
 
-    def __call__(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
+    def __call__(self, q: Array, k: Array, v: Array, *, rope: Rope | None = None, **options: Any) -> Array:
         _, cache = self.todo.pop(0)
         how = {"valid": self.valid, "implementation": self.implementation, **options}
         out = attend(q, cache, k, v, **how)

@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 import jax
 from jax import Array
 
+from kvq_jax.rope import Rope
+
 X = TypeVar("X")
 
 
@@ -28,11 +30,13 @@ class Attend(Protocol):
         scale: float | None = None,
         sinks: Array | None = None,
         sliding_window: int | None = None,
+        rope: Rope | None = None,
     ) -> Array:
         """Attention of one layer: q `[batch, q_heads, tokens, head_dim]`, k and v `[batch, kv_heads, ...]`.
 
         `scale` defaults to 1/sqrt(head_dim). `sinks` `[q_heads]` is an extra logit a head. With
-        `sliding_window=w` a query sees itself and the w − 1 tokens before it. Returns q's shape and dtype.
+        `sliding_window=w` a query sees itself and the w − 1 tokens before it. `rope` is the rotation that q and k
+        have been through, for schemes that store keys as they were before it. Returns q's shape and dtype.
         """
         ...
 

@@ -13,7 +13,7 @@ ever mixes. Nothing of size `[N, vocab]` exists: logits are compared in chunks a
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ from jax.typing import DTypeLike
 
 from kvq_jax.attention import READ_TOKENS, resolve_implementation
 from kvq_jax.cache import Cache, SideCache, block_mask, to_stored_basis
+from kvq_jax.constants import Constants
 from kvq_jax.formats import widen
-from kvq_jax.layers import CachedAttention, Run, append_run, is_array_tree, plan_layers
+from kvq_jax.layers import CachedAttention, Run, append_run, constants_of_runs, is_array_tree, plan_layers
 from kvq_jax.measures import VectorErrors, kl_divergence
 from kvq_jax.memory import nbytes
 from kvq_jax.protocol import Forward, LazyLogits
@@ -146,10 +147,10 @@ def _cache_errors(caches: tuple[Cache, Cache], rows: slice) -> tuple[VectorError
                 leaf: lax.dynamic_slice_in_dim(x[rows], first // tile, len(token) // tile, axis=2)
                 for leaf, x in side.store.items()
             }
-            x_hat = side.side.quantizer.tokens(leaves)
+            x_hat = side.tokens(leaves)
             x = lax.dynamic_slice_in_dim(exact.store["values"], cache.scheme.sink + first, len(token), axis=2)
             x = widen(x[:, :, :, 0])
-            x = to_stored_basis(side.side, x, jnp.float32)
+            x = to_stored_basis(side.side, x, jnp.float32, cache.rope, cache.scheme.sink + token[None])
             exists = (token >= i * size) & (token < flushed[:, None])
             now = VectorErrors.of(x, x_hat, jnp.broadcast_to(exists[:, None], x.shape[:3]))
             return jax.tree.map(jnp.add, total, now), None
@@ -193,6 +194,7 @@ def _run(
     tokens: Array,  # [blocks, batch, block]
     targets: Array,
     valid: Array | None,  # [blocks, batch, block]; None where every token exists
+    constants: tuple[Mapping[str, Array] | None, ...],  # of each run
     *,
     static_forward: Hashable,
     runs: tuple[Run, ...],
@@ -248,16 +250,28 @@ def _run(
             jax.debug.callback(functools.partial(_report, progress, blocks), i)
         return (reference, quantized, length + step.sum(1)), curves
 
-    def empty(rows: int, scheme: Scheme | None) -> tuple[Cache, ...]:
-        return tuple(run.empty(scheme or run.scheme or exact, rows, capacity, dtype) for run in runs)
-
-    carry = (empty(batch, exact), empty(count * batch, None) if count else (), jnp.zeros(batch, jnp.int32))
+    reference = tuple(run.empty(exact, batch, capacity, dtype) for run in runs)
+    quantized = _empty(runs, count * batch, capacity, dtype, constants) if count else ()
+    carry = (reference, quantized, jnp.zeros(batch, jnp.int32))
     xs = (jnp.arange(blocks), tokens, targets) + (() if valid is None else (valid,))
     (reference, quantized, _), curves = lax.scan(body, carry, xs)
     # [blocks, ..., batch, block] -> [..., batch, N]
     out = {name: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for name, x in curves.items()}
 
     return out | (_stored(runs, reference, quantized, count) if count else {})
+
+
+def _empty(
+    runs: Sequence[Run],
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike,
+    constants: Sequence[Mapping[str, Array] | None],
+) -> tuple[Cache, ...]:
+    exact = full_precision(dtype)
+    return tuple(
+        run.empty(run.scheme or exact, batch, capacity, dtype, own) for run, own in zip(runs, constants, strict=True)
+    )
 
 
 def _report(progress: Progress, blocks: int, i: Any) -> None:
@@ -286,6 +300,7 @@ def pseudo_decode(
     block: int,
     regimes: Sequence[str] = REGIMES,
     valid: Array | None = None,
+    constants: Constants | None = None,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
     progress: Progress | None = None,
@@ -299,12 +314,13 @@ def pseudo_decode(
       block: tokens a block, from 1 (a decode loop) to N. N need not be a multiple.
       regimes: of "static", "accumulated"; the reference always runs. Empty: the reference alone.
       valid: bool `[batch, N]`, False at padding; each row measures what it would alone.
+      constants: what calibration found for this scheme and model, where the scheme takes any.
       dtype: of the caches' full-precision parts, and of the reference cache.
       implementation: of attention, see `attend`.
       progress: called as progress(blocks done, blocks) while the device works; reuse one object, each new one compiles.
 
-    Raises ValueError for a block outside 1…N, an unknown regime, shapes that do not fit or a forward that does not
-    follow the protocol.
+    Raises ValueError for a block outside 1…N, an unknown regime, shapes that do not fit, constants that are missing or
+    of another scheme, or a forward that does not follow the protocol.
     """
     policy = make_scheme(scheme)
     regimes = tuple(regimes)
@@ -332,6 +348,7 @@ def pseudo_decode(
         return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, padding))).reshape(batch, blocks, block), 1, 0)
 
     runs = plan_layers(forward, policy, batch, block, dtype)
+    of_runs = constants_of_runs(policy, constants, runs)
     is_tree = is_array_tree(forward)
     arguments: dict[str, Any] = {
         "static_forward": None if is_tree else forward,
@@ -344,7 +361,7 @@ def pseudo_decode(
     }
     mask = None if valid is None and not padding else split(exists)
     try:
-        out = _run(forward if is_tree else None, split(tokens), split(targets), mask, **arguments)
+        out = _run(forward if is_tree else None, split(tokens), split(targets), mask, of_runs, **arguments)
     except jax.errors.UnexpectedTracerError:
         raise ValueError(
             "forward calls attend inside a jit, checkpoint or scan of its own, where what the layers remember is lost; "
@@ -355,7 +372,7 @@ def pseudo_decode(
     def back(x: Array) -> Array:  # [..., batch, N], to where the row had its tokens
         return jnp.take_along_axis(x, jnp.broadcast_to(place, x.shape), axis=-1)
 
-    shapes = jax.eval_shape(lambda: tuple(run.empty(run.scheme or policy, batch, total, dtype) for run in runs))
+    shapes = jax.eval_shape(lambda: _empty(runs, batch, total, dtype, of_runs))
     curves = {name: back(x[..., :total]) for name, x in out.items() if name in _CURVES}
     exists, scored = back(exists), back(scored)
     if not regimes:

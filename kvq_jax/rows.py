@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import checkify
 
-from kvq_jax.cache import Cache, SideCache, is_concrete, tokens_where
+from kvq_jax.cache import Cache, SideCache, is_concrete, tokens_where, without_constants
 
 
 def _flushed_after_trim(side: SideCache, tokens: Array, sink: int) -> tuple[Array, Array]:
@@ -72,7 +72,9 @@ def select_rows(cache: Cache, index: Array) -> Cache:
     Raises ValueError for rows that do not exist (inside a trace they are clamped, as in all of JAX).
     """
     index = jnp.atleast_1d(jnp.asarray(index))
-    rows = len(cache.length)
-    if is_concrete(index) and not bool(((index >= 0) & (index < rows)).all()):
-        raise ValueError(f"index {index.tolist()} names rows that do not exist; this cache has {rows}")
-    return jax.tree.map(lambda leaf: leaf[index], cache)
+    count = len(cache.length)
+    if is_concrete(index) and not bool(((index >= 0) & (index < count)).all()):
+        raise ValueError(f"index {index.tolist()} names rows that do not exist; this cache has {count}")
+    rows = jax.tree.map(lambda leaf: leaf[index], without_constants(cache))
+    k, v = (dataclasses.replace(new, constants=old.constants) for new, old in zip(rows.sides, cache.sides, strict=True))
+    return dataclasses.replace(rows, k=k, v=v)

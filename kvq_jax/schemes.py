@@ -10,11 +10,12 @@ import difflib
 import importlib
 import numbers
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from kvq_jax.packing import BITS
@@ -27,20 +28,31 @@ class Window:
 
     recent: int
     group: int
+    rewrites: ClassVar[bool] = False  # whether a flush encodes the whole store anew, as no method here does
 
     @property
     def size(self) -> int:
         """The most tokens that stay unflushed after an append."""
         return self.recent + self.group - 1
 
+    def flushes(self, waiting: Array, length: Array) -> Array:
+        """How many of the `waiting` unflushed tokens leave, int32 `[batch]`; `length`: of the row before the append."""
+        whole = (waiting - self.recent) // self.group * self.group
+        return jnp.where(waiting >= self.recent + self.group, whole, 0)
+
+    def most(self, tokens: int) -> int:
+        """The most tokens that can leave when `tokens` are appended."""
+        return (self.group - 1 + tokens) // self.group * self.group
+
 
 @dataclass(frozen=True)
 class Side:
-    """K or V of one layer: rotated or not, how it is rounded, and when."""
+    """K or V of one layer: in which basis it is stored, how it is rounded, and when."""
 
     quantizer: Quantizer
     window: Window
-    rotate: bool = False
+    rotate: bool = False  # by the Hadamard matrix
+    pre_rope: bool = False  # keys as they were before RoPE, where the cache knows it
 
 
 def option(
@@ -81,6 +93,8 @@ class Scheme(abc.ABC):
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     quantizes: ClassVar[bool] = True
+    needs_constants: ClassVar[bool] = False  # no calibration, no cache
+    captures: ClassVar[tuple[str, ...]] = ()  # what `calibrate` reads, of k, v, q, k_fisher, v_fisher
 
     sink: int = option(0, minimum=0, about="first tokens, in full precision for good")
     recent: int | None = option(None, kind=int, minimum=0, about="newest tokens in full precision, of both sides")
@@ -111,16 +125,25 @@ class Scheme(abc.ABC):
     def sides(self, head_dim: int) -> tuple[Side, Side]:
         """K and V with the scheme's own windows."""
 
+    def calibrate(self, samples: Mapping[str, Array]) -> dict[str, Array]:
+        """The constants of one layer by array name (`k_lut`, ...), from what `captures` asked for.
+
+        samples: float32 `[sequences, heads, tokens, head_dim]` in the basis that the scheme stores; q of all query
+        heads, in K's; fisher is the squared gradient of the language-model loss.
+        """
+        raise ValueError(f"{self.name} takes no constants, so there is nothing to calibrate")
+
     def resolve(self, head_dim: int) -> tuple[Side, Side]:
         """K and V for a head_dim, with `recent` and `group` applied. Raises ValueError for what cannot be."""
         if head_dim < 1:
             raise ValueError(f"{self.name}: head_dim={head_dim} is not positive")
         resolved = []
         for label, side in zip("KV", self.sides(head_dim), strict=True):
-            window = Window(
-                side.window.recent if self.recent is None else self.recent,
-                side.window.group if self.group is None else self.group,
-            )
+            window = side.window
+            if self.recent is not None:
+                window = dataclasses.replace(window, recent=self.recent)
+            if self.group is not None:
+                window = dataclasses.replace(window, group=self.group)
             tile = side.quantizer.tile_tokens
             if window.group % tile:
                 raise ValueError(
@@ -129,6 +152,11 @@ class Scheme(abc.ABC):
                 )
             resolved.append(dataclasses.replace(side, window=window))
         return resolved[0], resolved[1]
+
+    def calibrated(self) -> str:
+        """The spec without the common fields (windows, protected layers), which no constant depends on."""
+        common: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in COMMON_FIELDS}
+        return str(dataclasses.replace(self, **common))
 
     def __str__(self) -> str:
         """The canonical spec: the scheme's own fields always, the common ones where they were set."""

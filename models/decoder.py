@@ -85,7 +85,8 @@ class Block(nnx.Module):
         q, k, v = self._heads(self.q(normed)), self._heads(self.k(normed)), self._heads(self.v(normed))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sliding_window=window)
+        rope = self.config.rope.applied()
+        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, sliding_window=window, rope=rope)
         batch, heads, tokens, head_dim = out.shape
         x = x + self.o(out.swapaxes(1, 2).reshape(batch, tokens, heads * head_dim))
         normed = self.mlp_norm(x)

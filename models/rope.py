@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+import kvq_jax as kvq
+
 ROPE_TYPES = ("default", "linear", "llama3", "longrope")
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 _KEYS = {
@@ -50,6 +52,15 @@ class Rope:
     def rotary_dim(self) -> int:
         """How many of the head's channels turn."""
         return 2 * len(self.inv_freq)
+
+    def applied(self) -> kvq.Rope | None:
+        """What q and k go through, for caches that store keys before it; None where each call chooses its table."""
+        if self.long_inv_freq is None:
+            return kvq.Rope(self.inv_freq, self.attention_factor)
+        if self.context is None or self.original_context is None:
+            return None
+        table = self.long_inv_freq if self.context > self.original_context else self.inv_freq
+        return kvq.Rope(table, self.attention_factor)
 
 
 def _floats(values: np.ndarray) -> tuple[float, ...]:

@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +69,21 @@ def pinned(batch: int = 2, tokens: int = 288, head_dim: int = 64, kv_heads: int 
     return x.astype(np.float32)
 
 
+# Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer.
+CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray]]] = {}
+
+
+def constants(spec: str | kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str, np.ndarray] | None:
+    """What `init_cache` needs for one layer of this scheme; None for most."""
+    scheme = kvq.scheme(spec)
+    return CONSTANTS[scheme.name](scheme, kv_heads, head_dim) if scheme.name in CONSTANTS else None
+
+
 def empty(spec: str | kvq.Scheme, x: Any, capacity: int | None = None, dtype: Any = np.float32) -> kvq.Cache:
     """A cache for rows like those of x `[batch, kv_heads, tokens, head_dim]`."""
     batch, kv_heads, tokens, head_dim = x.shape
     shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity or tokens}
-    return kvq.init_cache(spec, **shape, dtype=dtype)
+    return kvq.init_cache(spec, **shape, dtype=dtype, constants=constants(spec, kv_heads, head_dim))
 
 
 def assert_same(one: kvq.Cache, other: kvq.Cache) -> None:

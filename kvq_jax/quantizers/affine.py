@@ -80,20 +80,20 @@ class ChannelRows(Affine):
     def tile_tokens(self) -> int:
         return self.group
 
-    def encode(self, tiles: Array) -> Leaves:
+    def encode(self, tiles: Array, constants: Leaves) -> Leaves:
         rounded = self.round_rows(jnp.swapaxes(tiles, -1, -2))
         leaves = {"codes": pack(rounded.codes, self.bits), "scale": rounded.scale, "zero": rounded.zero}
         return leaves if rounded.column_scale is None else leaves | {"token_scale": rounded.column_scale}
 
-    def decode(self, leaves: Leaves) -> Array:
+    def decode(self, leaves: Leaves, constants: Leaves) -> Array:
         rows = self._codes(leaves) * _wide(leaves, "scale")[..., None] + _wide(leaves, "zero")[..., None]
         if "token_scale" in leaves:
             rows *= _wide(leaves, "token_scale")[..., None, :]
         return jnp.swapaxes(rows, -1, -2)
 
-    def scores(self, q: Array, leaves: Leaves) -> Array:
+    def scores(self, q: Array, leaves: Leaves, constants: Leaves) -> Array:
         if not self.folds(q.shape[-2]):
-            return super().scores(q, leaves)
+            return super().scores(q, leaves, constants)
         # token_scale_j · ((q ∘ scale)·codes_j + q·zero); q: [..., queries, D] -> [..., 1, queries, D] over tiles
         q = q[..., None, :, :]
         out = dot(q * _wide(leaves, "scale")[..., None, :], self._codes(leaves))
@@ -128,7 +128,7 @@ class TokenRows(Affine):
     def _groups(self) -> int:
         return self.head_dim // self.group
 
-    def encode(self, tiles: Array) -> Leaves:
+    def encode(self, tiles: Array, constants: Leaves) -> Leaves:
         if self._groups == 1:
             rounded = self.round_rows(tiles)
             rounded = rounded._replace(scale=rounded.scale[..., None], zero=rounded.zero[..., None])
@@ -138,14 +138,14 @@ class TokenRows(Affine):
         leaves = {"codes": pack(rounded.codes, self.bits), "scale": rounded.scale, "zero": rounded.zero}
         return leaves if rounded.column_scale is None else leaves | {"channel_scale": rounded.column_scale}
 
-    def decode(self, leaves: Leaves) -> Array:
+    def decode(self, leaves: Leaves, constants: Leaves) -> Array:
         scale, zero = (jnp.repeat(_wide(leaves, name), self.group, axis=-1) for name in ("scale", "zero"))
         x = self._codes(leaves) * scale + zero
         return x * _wide(leaves, "channel_scale")[..., None, :] if "channel_scale" in leaves else x
 
-    def weighted_sum(self, p: Array, leaves: Leaves) -> Array:
+    def weighted_sum(self, p: Array, leaves: Leaves, constants: Leaves) -> Array:
         if not self.folds(p.shape[-2]):
-            return super().weighted_sum(p, leaves)
+            return super().weighted_sum(p, leaves, constants)
         # channel_scale ∘ Σ_j p_j (scale_j·codes_j + zero_j), a sum over tiles last
         codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), _wide(leaves, "zero")
         tiles, tokens = codes.shape[-3:-1]

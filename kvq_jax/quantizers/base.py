@@ -1,8 +1,11 @@
 """The contract of a quantizer: how one side (K or V) of one layer is stored and read.
 
-A *tile* is the smallest run of consecutive tokens that shares a statistic: `tile_tokens` tokens of one KV head. A
-quantizer with `tile_tokens = 1` has no statistic across tokens. Leaves carry the axes `[..., tiles]` in front, so that
-one array holds a whole store `[batch, kv_heads, tiles, ...]`.
+A *tile* is the smallest run of consecutive tokens that shares a statistic: `tile_tokens` tokens. A quantizer with
+`tile_tokens = 1` has no statistic across tokens. Leaves carry the axes `[batch, kv_heads, tiles]` in front, so that one
+array holds a whole store `[batch, kv_heads, tiles, ...]`; kv_heads is 1 where a statistic is shared by the heads.
+
+*Constants* are what calibration found for the layer. They have no batch axis, and no head axis either but where their
+spec says so.
 """
 
 import abc
@@ -21,6 +24,15 @@ def dot(x: Array, y: Array) -> Array:
 
 
 @dataclass(frozen=True)
+class ConstantSpec:
+    """One calibrated array of a layer and side: its shape, and what values make sense."""
+
+    shape: tuple[int, ...]
+    positive: bool = False
+    above: str | None = None  # another constant that it must exceed everywhere
+
+
+@dataclass(frozen=True)
 class Quantizer(abc.ABC):
     """Frozen and hashable. The read path here decodes the tiles it is given, never more, and is right for every
     quantizer; subclasses override `scores` and `weighted_sum` where scales can be folded instead.
@@ -32,23 +44,31 @@ class Quantizer(abc.ABC):
     def tile_tokens(self) -> int:
         return 1
 
-    @abc.abstractmethod
-    def encode(self, tiles: Array) -> Leaves:
-        """float32 `[..., tiles, tile_tokens, head_dim]` -> stored leaves `[..., tiles, ...]`."""
+    def constants(self, kv_heads: int) -> dict[str, ConstantSpec]:
+        """The calibrated arrays that it reads, by name; none unless it says so."""
+        return {}
 
     @abc.abstractmethod
-    def decode(self, leaves: Leaves) -> Array:
-        """Stored leaves -> float32 `[..., tiles, tile_tokens, head_dim]`, in the basis that was encoded."""
+    def encode(self, tiles: Array, constants: Leaves) -> Leaves:
+        """float32 `[batch, kv_heads, tiles, tile_tokens, head_dim]` -> leaves `[batch, kv_heads, tiles, ...]`."""
 
-    def tokens(self, leaves: Leaves) -> Array:
-        """Decoded `[..., tiles · tile_tokens, head_dim]`."""
-        x = self.decode(leaves)
+    @abc.abstractmethod
+    def decode(self, leaves: Leaves, constants: Leaves) -> Array:
+        """Stored leaves -> float32 `[batch, kv_heads, tiles, tile_tokens, head_dim]`, in the basis that was encoded."""
+
+    def tokens(self, leaves: Leaves, constants: Leaves) -> Array:
+        """Decoded `[batch, kv_heads, tiles · tile_tokens, head_dim]`."""
+        x = self.decode(leaves, constants)
         return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
 
-    def scores(self, q: Array, leaves: Leaves) -> Array:
-        """q·K̂ᵀ: `[..., queries, head_dim]` -> `[..., queries, tiles · tile_tokens]`."""
-        return dot(q, jnp.swapaxes(self.tokens(leaves), -1, -2))
+    def query(self, q: Array) -> Array:
+        """What a query, in the stored basis and not yet scaled, is rounded to before it meets the store."""
+        return q
 
-    def weighted_sum(self, p: Array, leaves: Leaves) -> Array:
-        """p·V̂: `[..., queries, tiles · tile_tokens]` -> `[..., queries, head_dim]`."""
-        return dot(p, self.tokens(leaves))
+    def scores(self, q: Array, leaves: Leaves, constants: Leaves) -> Array:
+        """q·K̂ᵀ: `[batch, kv_heads, queries, head_dim]` -> `[batch, kv_heads, queries, tiles · tile_tokens]`."""
+        return dot(q, jnp.swapaxes(self.tokens(leaves, constants), -1, -2))
+
+    def weighted_sum(self, p: Array, leaves: Leaves, constants: Leaves) -> Array:
+        """p·V̂: `[batch, kv_heads, queries, tiles · tile_tokens]` -> `[batch, kv_heads, queries, head_dim]`."""
+        return dot(p, self.tokens(leaves, constants))

@@ -18,10 +18,10 @@ class Identity(Quantizer):
 
     dtype: str
 
-    def encode(self, tiles: Array) -> Leaves:
+    def encode(self, tiles: Array, constants: Leaves) -> Leaves:
         return {"values": store(tiles, DTYPES[self.dtype])}
 
-    def decode(self, leaves: Leaves) -> Array:
+    def decode(self, leaves: Leaves, constants: Leaves) -> Array:
         return widen(leaves["values"])
 
 

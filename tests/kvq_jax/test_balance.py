@@ -8,7 +8,7 @@ import kvq_jax as kvq
 from kvq_jax.balance import imbalance
 
 normalize = jax.jit(kvq.variance_normalize, static_argnames=("iters", "normalize"))
-encode = jax.jit(lambda quantizer, tiles: quantizer.encode(tiles), static_argnums=0)
+encode = jax.jit(lambda quantizer, tiles: quantizer.encode(tiles, {}), static_argnums=0)
 
 
 def lognormal_tile(scale: float = 1.0, seed: int = 0) -> np.ndarray:
@@ -82,7 +82,7 @@ def test_equivariant_does_not_depend_on_the_magnitude(alpha: float) -> None:
 
 def relative_mse(tile: np.ndarray, how: str, iters: int) -> float:
     quantizer = kvq.scheme("kvarn:bits=2,scales=f32", normalize=how, iters=iters).resolve(128)[0].quantizer
-    error = quantizer.decode(encode(quantizer, tile.T[None]))[0].T - tile
+    error = quantizer.decode(encode(quantizer, tile.T[None]), {})[0].T - tile
     return float((error**2).sum() / (tile**2).sum())
 
 

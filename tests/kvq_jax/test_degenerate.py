@@ -112,14 +112,14 @@ def both_ways(spec: str, head_dim: int):
         out = []
         for side in (k_side, v_side):
             quantizer = side.quantizer
-            leaves = quantizer.encode(x.reshape(1, -1, quantizer.tile_tokens, head_dim))
-            y = quantizer.tokens(leaves)[0]
+            leaves = quantizer.encode(x.reshape(1, -1, quantizer.tile_tokens, head_dim), {})
+            y = quantizer.tokens(leaves, {})[0]
             out.append(jnp.sum((x - y) ** 2) / jnp.sum(x**2))
             if side is k_side:
-                folded, dense = quantizer.scores(q[None], leaves)[0], q @ y.T
+                folded, dense = quantizer.scores(q[None], leaves, {})[0], q @ y.T
             else:
                 p = jax.nn.softmax(q @ x.T)
-                folded, dense = quantizer.weighted_sum(p[None], leaves)[0], p @ y
+                folded, dense = quantizer.weighted_sum(p[None], leaves, {})[0], p @ y
             out.append(jnp.abs(folded - dense).max() / jnp.abs(dense).max())
         return out
 

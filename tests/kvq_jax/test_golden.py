@@ -109,7 +109,7 @@ def test_hadamard_is_quarots() -> None:
 # --- KVarN: (file, prefix of its arrays, magnitude of the tile)
 
 normalize = jax.jit(kvq.variance_normalize, static_argnames=("iters",))
-encode = jax.jit(lambda quantizer, tiles: quantizer.encode(tiles), static_argnums=0)
+encode = jax.jit(lambda quantizer, tiles: quantizer.encode(tiles, {}), static_argnums=0)
 
 TILES = [
     *((f"kvarn_vn_{name}", side, 1.0) for name in ("d128", "d64", "d64_s101", "d64_tok128") for side in "KV"),
@@ -191,7 +191,7 @@ def test_kvarn_stored_bytes_and_values_of_a_rotated_tile(tile, bits: int, iters:
         else:
             assert ulps(leaf, want[name]) <= 1
     if f"y_b{bits}_i{iters}" in golden:
-        y = quant.decode(leaves)[0]
+        y = quant.decode(leaves, {})[0]
         close(y.T if is_key else y, golden[f"y_b{bits}_i{iters}"], 2e-3)  # at most one float16 step of each scale
 
 

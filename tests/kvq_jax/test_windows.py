@@ -43,7 +43,10 @@ def at(states: kvq.Cache, tokens: int) -> kvq.Cache:
 def raw(spec: str) -> tuple[np.ndarray, np.ndarray]:
     """K and V of every token as they are kept in sink and window."""
     sides = one_shot(spec).sides
-    return tuple(np.asarray(to_stored_basis(s.side, x, jnp.float32)) for s, x in zip(sides, (K, V), strict=True))
+    return tuple(
+        np.asarray(to_stored_basis(s.side, x, jnp.float32, None, jnp.zeros(0)))
+        for s, x in zip(sides, (K, V), strict=True)
+    )
 
 
 def expected_flushed(post_sink: int, recent: int, group: int) -> int:
@@ -120,7 +123,7 @@ def test_tiles_hold_exactly_the_encoding_of_their_own_tokens(spec: str) -> None:
     for side, x in zip(cache.sides, raw(spec), strict=True):
         quantizer, sink, flushed = side.side.quantizer, cache.scheme.sink, int(side.flushed[0])
         tiles = x[:, :, sink : sink + flushed].reshape(1, 2, -1, quantizer.tile_tokens, 32)
-        for name, leaf in jax.jit(quantizer.encode)(tiles).items():
+        for name, leaf in jax.jit(quantizer.encode)(tiles, {}).items():
             np.testing.assert_array_equal(side.store[name][:, :, : tiles.shape[2]], leaf, err_msg=name)
 
 
