@@ -71,8 +71,8 @@ def load_inputs() -> Inputs:
         raise ValueError(f"no --method was given; known: {', '.join(kvq.list_schemes())}")
     implementation = kvq.resolve_implementation(common.IMPLEMENTATION.value)
     inputs.read_text(common.TEXT.value)
-    model = inputs.load_model()
     blocks = tuple(dict.fromkeys(BLOCK_SIZE.value))
+    model = inputs.load_model(blocks)
     tokens = inputs.windows(model)
     inputs.check_methods(methods.values(), model, blocks)
     return Inputs(model, tokens, methods, blocks, tuple(dict.fromkeys(REGIME.value)), implementation)
@@ -91,6 +91,7 @@ def determines(given: Inputs) -> dict[str, Any]:
         "bucket": BUCKET.value,
         "seed": common.SEED.value,
         "implementation": given.implementation,
+        "scan_layers": given.model.decoder.stacked is not None,
         **{name: getattr(common, name.upper()).value for name in ("sink", "recent", "group", "protect")},
         "device": environment.device(),
         "jax": versions["jax"],

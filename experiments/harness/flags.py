@@ -26,6 +26,9 @@ RECENT = flags.DEFINE_integer("recent", None, "Newest tokens kept in full precis
 GROUP = flags.DEFINE_integer("group", None, "Tokens that leave the full-precision window at a time, of every method.")
 PROTECT = flags.DEFINE_integer("protect", None, "First and last layers kept in full precision, of every method.")
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Of the model and the caches.")
+SCAN_LAYERS = flags.DEFINE_bool(
+    "scan_layers", None, "Scan over stacked layers, which compiles in less time; default: for blocks of 16 or more."
+)
 IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of attention: xla or reference; default: picked.")
 SEED = flags.DEFINE_integer("seed", 0, "Of everything random (here: the bootstrap's resampling).", lower_bound=0)
 OUT = flags.DEFINE_string("out", None, "Folder for the results; default out/<binary>/<time>.")

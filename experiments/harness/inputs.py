@@ -45,12 +45,18 @@ def read_text(name: str) -> str:
         raise OSError(f"--text={name}: cannot be read ({error.strerror}); pass a text file") from None
 
 
-def load_model() -> models.Model:
-    """The model of the flags; its context is checked before its weights are read."""
-    context, limit = flags.NUM_TOKENS.value, open_checkpoint(flags.MODEL.value).config.max_position_embeddings
+SCAN_FROM = 16  # tokens a block: from here on a scan's copies of the weights weigh less than compiling every layer
+
+
+def load_model(blocks: Iterable[int] = ()) -> models.Model:
+    """The model of the flags, for blocks of these sizes; its context is checked before its weights are read."""
+    context, config = flags.NUM_TOKENS.value, open_checkpoint(flags.MODEL.value).config
+    limit, scan = config.max_position_embeddings, flags.SCAN_LAYERS.value
     if context > limit:
         raise ValueError(f"--num_tokens={context} is beyond the {limit} tokens of the context of {flags.MODEL.value}")
-    return models.load(flags.MODEL.value, dtype=flags.DTYPE.value, context=context)
+    if scan is None:
+        scan = min(blocks, default=1) >= SCAN_FROM and len(set(config.sliding_windows)) == 1
+    return models.load(flags.MODEL.value, dtype=flags.DTYPE.value, scan_layers=scan, context=context)
 
 
 def windows(model: models.Model) -> np.ndarray:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy import stats
 
 
 class Estimate(NamedTuple):
@@ -38,6 +39,28 @@ def estimate(values: ArrayLike, mask: ArrayLike) -> Estimate:
     """Mean over the masked positions, every sequence with the same weight."""
     x, over = samples(values, mask)
     return Estimate(float(x.mean()) if x.size else float("nan"), sem(x), over)
+
+
+BLOCK = 64  # positions: errors of neighbours are correlated, those a block apart hardly
+
+
+def interval(values: ArrayLike, mask: ArrayLike, *, seed: int, resamples: int = 2000) -> tuple[float, float]:
+    """95 % interval of the mean over the masked positions, every sequence with the same weight.
+
+    Several sequences: Student's t over their means. One sequence: a bootstrap of blocks of BLOCK consecutive positions,
+    because neighbours are correlated. NaN where there is too little of either.
+    """
+    x, over = samples(values, mask)
+    if over == "sequences":
+        half = float(stats.t.ppf(0.975, x.size - 1)) * sem(x) if x.size > 1 else float("nan")
+        return float(x.mean()) - half, float(x.mean()) + half
+    if x.size < 2 * BLOCK:
+        return float("nan"), float("nan")
+    sums = np.concatenate([[0.0], np.cumsum(x)])
+    blocks = sums[BLOCK:] - sums[:-BLOCK]
+    drawn = np.random.default_rng(seed).integers(blocks.size, size=(resamples, x.size // BLOCK))
+    low, high = np.quantile(blocks[drawn].mean(axis=1) / BLOCK, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def by_bucket(values: ArrayLike, mask: ArrayLike, width: int) -> list[Estimate]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import kvq_jax as kvq
-from experiments.harness.statistics import bootstrap_interval, by_bucket, estimate, samples
+from experiments.harness.statistics import bootstrap_interval, by_bucket, estimate, interval, samples
 
 Row = dict[str, Any]
 
@@ -88,6 +88,7 @@ def _row(trace: kvq.Trace, regime: int, counted: np.ndarray, bucket: int, seed: 
     }
 
     mean = estimate(kl, counted)
+    row["kl_nats_lo"], row["kl_nats_hi"] = interval(kl, counted, seed=seed)
     last = estimate(kl, valid & last_block)
     row |= {"kl_nats": mean.mean, "kl_nats_sem": mean.sem, "kl_nats_sem_over": mean.over}
     row |= {"kl_nats_last_block": last.mean, "kl_nats_last_block_sem": last.sem}
@@ -97,6 +98,8 @@ def _row(trace: kvq.Trace, regime: int, counted: np.ndarray, bucket: int, seed: 
 
     agreement = estimate(trace.agree[regime], counted)
     row |= {"top1_agreement": agreement.mean, "top1_agreement_sem": agreement.sem}
+    low_high = interval(trace.agree[regime], counted, seed=seed)
+    row["top1_agreement_lo"], row["top1_agreement_hi"] = low_high
     for name, nll in (("perplexity", trace.nll[regime]), ("perplexity_reference", trace.nll_reference)):
         x, _ = samples(nll, scored)
         low, high = np.exp(bootstrap_interval(x, seed=seed))

@@ -276,3 +276,13 @@ def test_what_is_not_finite_is_named_with_the_place_where_it_begins() -> None:
     kl[0, 0, 3] = np.inf
     with pytest.raises(ValueError, match=r"static: the logits are not finite from position 3; pass"):
         rows(trace(kl=kl))
+
+
+def test_scanned_and_unrolled_layers_measure_the_same(model: Path, text: Path, tmp_path: Path) -> None:
+    for flag in ("--scan_layers", "--noscan_layers"):
+        assert run(arguments(model, text, tmp_path / flag, "--method=kvarn:bits=2", flag)) == 0
+    scanned, unrolled = (read(tmp_path / flag) for flag in ("--scan_layers", "--noscan_layers"))
+    for one, other in zip(scanned, unrolled, strict=True):
+        for name in ("kl_nats", "attention_mae", "key_relative_mse", "perplexity"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3), name
+        assert one["cache_bytes_by_leaf"] == other["cache_bytes_by_leaf"]

@@ -51,3 +51,23 @@ def test_bootstrap_interval_is_scipys_percentile_interval() -> None:
     expected = scipy.stats.bootstrap((x,), np.mean, method="percentile", n_resamples=4000, rng=1).confidence_interval
     assert st.bootstrap_interval(x, seed=0, resamples=4000) == pytest.approx(tuple(expected), abs=0.03)
     assert st.bootstrap_interval(x, seed=0) == st.bootstrap_interval(x, seed=0)
+
+
+def test_an_interval_of_one_sequence_allows_for_neighbours_that_move_together() -> None:
+    rng = np.random.default_rng(0)
+    inside = {"alone": 0, "together": 0}
+    for trial in range(100):
+        noise = {"alone": rng.standard_normal(2048), "together": np.repeat(rng.standard_normal(2048 // 32), 32)}
+        for name, x in noise.items():
+            low, high = st.interval(x[None], np.ones((1, x.size), bool), seed=trial, resamples=200)
+            inside[name] += low <= 0 <= high
+    assert 85 <= inside["alone"] <= 99
+    assert 80 <= inside["together"] <= 99  # an interval over single positions would hold 0 about 30 times
+
+
+def test_an_interval_of_several_sequences_is_students() -> None:
+    means = np.array([1.0, 2.0, 4.0])
+    low, high = st.interval(np.repeat(means[:, None], 5, axis=1), np.ones((3, 5), bool), seed=0)
+    half = 4.302652729749464 * means.std(ddof=1) / np.sqrt(3)  # t(2) at 97.5 %
+    np.testing.assert_allclose([low, high], [means.mean() - half, means.mean() + half])
+    assert np.isnan(st.interval(np.ones((1, 100)), np.ones((1, 100), bool), seed=0)).all()
