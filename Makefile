@@ -1,10 +1,14 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 
-.PHONY: .venv demo test lint benchmark
+.PHONY: .venv demo demo-methods test lint benchmark
 
 demo: .venv
 	$(RUN) -m experiments.pseudo_decode --sink=128 --recent=0 --group=128
+
+# Every method at equal windows; what was measured before an interruption is not measured again.
+demo-methods: .venv
+	$(RUN) -m experiments.leaderboard --out=out/leaderboard --resume
 
 test: .venv
 	$(RUN) -m pytest

@@ -6,6 +6,7 @@ Writes config.json, rows.jsonl, summary.csv and plots to --out, and a table to t
   python -m experiments.pseudo_decode --method=kivi:bits=2 --method=kvarn:bits=2 --sink=128 --recent=0 --group=128
 """
 
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -154,37 +155,46 @@ def _numbers_a_token(model: models.Model) -> int:
     return model.config.num_key_value_heads * model.config.head_dim
 
 
-def body() -> None:
-    """The binary, after its flags have been parsed."""
-    given = common.interruptible(load_inputs)
+def open_results(binary: str, given: Inputs) -> contextlib.AbstractContextManager[run.Run]:
+    """The run folder of the flags, whose rows are one method, block size and regime each."""
     config = {
-        "binary": BINARY,
+        "binary": binary,
         "flags": common.as_config(),
         "versions": environment.versions(),
         "device": environment.device(),
         "git_commit": environment.git_commit(),
         "model_digest": given.model.digest,
     }
-    out = Path(common.OUT.value) if common.OUT.value else run.default_path(BINARY)
+    out = Path(common.OUT.value) if common.OUT.value else run.default_path(binary)
     key = ("method", "block_size", "regime")
-    with run.open_run(out, config=config, determines=determines(given), key=key, resume=common.RESUME.value) as results:
+    return run.open_run(out, config=config, determines=determines(given), key=key, resume=common.RESUME.value)
+
+
+def measure_all(given: Inputs, results: run.Run) -> None:
+    """Every method at every block size that has no row yet."""
+    units = [(label, block) for block in given.blocks for label in given.methods]
+    for i, (label, block) in enumerate(units, start=1):
+        method = str(given.methods[label])
+        title = f"[{i}/{len(units)}] {label}" + (f", blocks of {block}" if len(given.blocks) > 1 else "")
+        if all(results.has(method=method, block_size=block, regime=regime) for regime in given.regimes):
+            print(f"{title}: already in {results.path}")
+            continue
+        results.append(measure(given, label, block, title))
+
+
+def body() -> None:
+    """The binary, after its flags have been parsed."""
+    given = common.interruptible(load_inputs)
+    with open_results(BINARY, given) as results:
         print(
             report.introduction(
                 common.MODEL.value, common.TEXT.value, given.tokens.shape, given.blocks, SKIP_POSITIONS.value
             )
         )
-        units = [(label, block) for block in given.blocks for label in given.methods]
-        for i, (label, block) in enumerate(units, start=1):
-            method = str(given.methods[label])
-            title = f"[{i}/{len(units)}] {label}" + (f", blocks of {block}" if len(given.blocks) > 1 else "")
-            if all(results.has(method=method, block_size=block, regime=regime) for regime in given.regimes):
-                print(f"{title}: already in {out}")
-                continue
-            results.append(measure(given, label, block, title))
-        files = [results.path / name for name in ("config.json", "rows.jsonl", "summary.csv")]
-        files += [results.write(name, png) for name, png in plots.draw(results.rows).items()]
+        measure_all(given, results)
+        drawn = [results.write(name, png) for name, png in plots.draw(results.rows).items()]
         print(report.conclusions(results.rows))
-        print("\nWritten:", *(f"  {file}" for file in files), sep="\n")
+        print(report.written(results.path, drawn))
 
 
 if __name__ == "__main__":

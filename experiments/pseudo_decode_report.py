@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from experiments.harness.table import table
@@ -84,17 +85,17 @@ def units(rows: Iterable[Row]) -> list[Unit]:
     return [Unit(group, name(group[0])) for group in groups.values()]
 
 
-def _number(value: float | None, form: str = ".3g") -> str:
+def number(value: float | None, form: str = ".3g") -> str:
     return "–" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def _perplexity(value: float | None) -> str:
-    return _number(value, ".2f" if value is not None and value < 1e5 else ".3g")
+    return number(value, ".2f" if value is not None and value < 1e5 else ".3g")
 
 
 def _with_sem(unit: Unit, regime: str) -> str:
     value, error = unit.get(regime, "kl_nats"), unit.get(regime, "kl_nats_sem")
-    return _number(value, ".4f") + (f" ±{_number(error, '.4f')}" if error is not None else "")
+    return number(value, ".4f") + (f" ±{number(error, '.4f')}" if error is not None else "")
 
 
 def _table(measured: list[Unit]) -> str:
@@ -102,15 +103,15 @@ def _table(measured: list[Unit]) -> str:
     correlated = " (too small, as they are correlated; --batch gives one over sequences)" if over == "positions" else ""
     columns: list[tuple[str, Callable[[Unit], str]]] = [
         ("method", lambda u: u.name),
-        ("bits a number\nstore", lambda u: _number(u.any["bits_per_element_store"], ".2f")),
-        ("\ncache", lambda u: _number(u.any["bits_per_element_cache"], ".2f")),
+        ("bits a number\nstore", lambda u: number(u.any["bits_per_element_store"], ".2f")),
+        ("\ncache", lambda u: number(u.any["bits_per_element_cache"], ".2f")),
         ("KL, nats\nstatic", lambda u: _with_sem(u, "static")),
         ("\naccumulated", lambda u: _with_sem(u, "accumulated")),
-        ("\nratio", lambda u: _number(u.ratio(), ".2f")),
-        ("same top-1\ntoken", lambda u: _number(u.last["top1_agreement"], ".1%")),
+        ("\nratio", lambda u: number(u.ratio(), ".2f")),
+        ("same top-1\ntoken", lambda u: number(u.last["top1_agreement"], ".1%")),
         ("perplexity\n", lambda u: _perplexity(u.last["perplexity"])),
-        ("attention error\nstatic", lambda u: _number(u.get("static", "attention_error_relative"), ".1%")),
-        ("\naccumulated", lambda u: _number(u.get("accumulated", "attention_error_relative"), ".1%")),
+        ("attention error\nstatic", lambda u: number(u.get("static", "attention_error_relative"), ".1%")),
+        ("\naccumulated", lambda u: number(u.get("accumulated", "attention_error_relative"), ".1%")),
         ("‖k̂‖/‖k‖\n", _norms),
     ]
     reference = measured[0].any
@@ -188,6 +189,12 @@ def _regimes(measured: list[Unit]) -> list[str]:
         return [text, "Both regimes rank the methods alike."]
     order = " < ".join(u.name for u in static)
     return [text, f"The regimes rank the methods differently; by static KL: {order}."]
+
+
+def written(path: Path, plots: Iterable[Path]) -> str:
+    """The files of a run."""
+    files = [*(path / name for name in ("config.json", "rows.jsonl", "summary.csv")), *plots]
+    return "\n".join(["", "Written:", *(f"  {file}" for file in files)])
 
 
 def conclusions(rows: list[Row]) -> str:

@@ -27,7 +27,9 @@ GROUP = flags.DEFINE_integer("group", None, "Tokens that leave the full-precisio
 PROTECT = flags.DEFINE_integer("protect", None, "First and last layers kept in full precision, of every method.")
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Of the model and the caches.")
 SCAN_LAYERS = flags.DEFINE_bool(
-    "scan_layers", None, "Scan over stacked layers, which compiles in less time; default: for blocks of 16 or more."
+    "scan_layers",
+    None,
+    "Scan over stacked layers, which compiles in less time; default: for blocks of 16 or more, up to 8,192.",
 )
 IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of attention: xla or reference; default: picked.")
 SEED = flags.DEFINE_integer("seed", 0, "Of everything random (here: the bootstrap's resampling).", lower_bound=0)

@@ -45,7 +45,9 @@ def read_text(name: str) -> str:
         raise OSError(f"--text={name}: cannot be read ({error.strerror}); pass a text file") from None
 
 
-SCAN_FROM = 16  # tokens a block: from here on a scan's copies of the weights weigh less than compiling every layer
+# A scan over layers copies each layer's weights and cache once a block, and compiles one layer instead of all: worth it
+# for blocks of at least this many tokens, and texts of at most this many.
+SCAN_FROM, SCAN_UP_TO = 16, 8192
 
 
 def load_model(blocks: Iterable[int] = ()) -> models.Model:
@@ -55,7 +57,8 @@ def load_model(blocks: Iterable[int] = ()) -> models.Model:
     if context > limit:
         raise ValueError(f"--num_tokens={context} is beyond the {limit} tokens of the context of {flags.MODEL.value}")
     if scan is None:
-        scan = min(blocks, default=1) >= SCAN_FROM and len(set(config.sliding_windows)) == 1
+        small = min(blocks, default=1) >= SCAN_FROM and context <= SCAN_UP_TO
+        scan = small and len(set(config.sliding_windows)) == 1
     return models.load(flags.MODEL.value, dtype=flags.DTYPE.value, scan_layers=scan, context=context)
 
 

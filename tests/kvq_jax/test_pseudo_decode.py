@@ -231,6 +231,24 @@ def test_no_array_of_text_times_vocabulary_exists() -> None:
     assert max(np.prod(shape) for shape in with_vocab) < n * vocab
 
 
+def test_program_and_memory_beside_the_caches_do_not_grow_with_the_text() -> None:
+    def measured(tokens):
+        found = kvq.pseudo_decode(FORWARD, tokens, scheme=KVARN, block=32, dtype=jnp.float32)
+        return found.kl, found.nll, found.attention_mae, found.key_relative_mse
+
+    found = []
+    for n in (512, 2048):
+        program = jax.jit(measured).lower(jax.ShapeDtypeStruct((1, n), jnp.int32))
+        shape = {"batch": 1, "kv_heads": KV, "head_dim": D, "capacity": n, "dtype": jnp.float32}
+        bytes_of = {spec: LAYERS * sum(kvq.nbytes(kvq.init_cache(spec, **shape)).values()) for spec in ("fp32", KVARN)}
+        caches = bytes_of["fp32"] + 2 * bytes_of[KVARN]  # the reference's, and one a regime
+        memory = program.compile().memory_analysis()
+        found.append((len(program.as_text().splitlines()), memory.temp_size_in_bytes - caches))
+    (lines, beside), (lines_of_4_times, beside_of_4_times) = found
+    assert lines_of_4_times <= 1.02 * lines  # what is compiled, and with it how long that takes
+    assert beside_of_4_times <= 1.1 * beside
+
+
 def test_what_is_not_a_number_is_visible() -> None:
     broken = W._replace(k=W.k.at[1].set(jnp.nan))
     found = kvq.pseudo_decode(jax.tree_util.Partial(forward, broken), TOKENS, scheme=KVARN, block=16, dtype=jnp.float32)
