@@ -37,6 +37,12 @@ def half(x: Array) -> Array:
     return jnp.where(jnp.abs(x) < smallest_normal, subnormal, normal)
 
 
+def as_rounded(product: Array) -> Array:
+    """A float32 product, rounded. Compilers fuse a product into the sum that it enters, unrounded, in one program and
+    not in the next; not through this comparison. What is stored must not depend on the program."""
+    return saturate(product, jnp.float32)
+
+
 def store(x: Array, dtype: DTypeLike) -> Array:
     """`saturate`, as a leaf of a cache: bfloat16 is kept as its bits in uint16, everything else as it is.
 

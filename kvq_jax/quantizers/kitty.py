@@ -4,10 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from kvq_jax.formats import SCALE_DTYPES, store, widen
+from kvq_jax.formats import SCALE_DTYPES, as_rounded, store, widen
 from kvq_jax.packing import pack, unpack
 from kvq_jax.quantizers.affine import ChannelRows, TokenRows, row_range
 from kvq_jax.quantizers.base import Leaves, dot
@@ -29,12 +28,6 @@ def _token_sum(x: Array) -> Array:
     return x[..., 0, :]
 
 
-def _product(x: Array) -> Array:
-    """A product as rounded: the clip keeps compilers from fusing it with a sum, which they do here and not there."""
-    largest = np.finfo(np.float32).max
-    return jnp.clip(x, -largest, largest)
-
-
 @dataclass(frozen=True)
 class PromotedChannelRows(ChannelRows):
     """A page of `group` tokens. Channels are ranked by the page's mean |x| (or its variance), lower channels first
@@ -52,8 +45,8 @@ class PromotedChannelRows(ChannelRows):
     def _score(self, tiles: Array) -> Array:
         if self.rank == "magnitude":
             return _token_sum(jnp.abs(tiles))
-        mean = _product(_token_sum(tiles) / tiles.shape[-2])
-        return _token_sum(_product((tiles - mean[..., None, :]) ** 2))
+        mean = as_rounded(_token_sum(tiles) / tiles.shape[-2])
+        return _token_sum(as_rounded((tiles - mean[..., None, :]) ** 2))
 
     def encode(self, tiles: Array, constants: Leaves) -> Leaves:
         score = self._score(tiles)

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -170,3 +171,39 @@ def test_group_is_the_page_of_keys_alone_and_recent_is_of_both() -> None:
 
     assert windows("kitty:") == [(1, 128), (128, 1)]
     assert windows("kitty:group=64,recent=16") == [(16, 64), (16, 1)]
+
+
+@pytest.mark.parametrize("rank", ["magnitude", "variance"])
+def test_ranks_that_hang_on_rounding_are_the_same_in_any_batch_and_program(rank: str) -> None:
+    # Every channel has the same values in another order: equal means, but for the order of the additions.
+    rng = np.random.default_rng(3)
+    values = 1 + rng.standard_normal(96).astype(np.float32)
+    tiles = np.stack([rng.permutation(values) for _ in range(2 * 5 * 64)], axis=-1).reshape(96, 2, 5, 64)
+    tiles = jnp.asarray(np.moveaxis(tiles, 0, 2)[None])  # [1, 2, 5, 96, 64]
+    quantizer = kvq.scheme(f"kitty:group=96,rank={rank}").resolve(64)[0].quantizer
+    encode = jax.jit(lambda x: quantizer.encode(x, {})["index"])
+    want = encode(tiles)
+    for i in range(5):
+        one = tiles[:, :, i : i + 1]
+        np.testing.assert_array_equal(encode(one), want[:, :, i : i + 1])
+        np.testing.assert_array_equal(encode(one[:, :1]), want[:, :1, i : i + 1])
+    other_layout = jax.jit(lambda x: quantizer.encode(jnp.swapaxes(x, -1, -2), {})["index"])
+    np.testing.assert_array_equal(other_layout(jnp.swapaxes(tiles, -1, -2).copy()), want)
+    with jax.disable_jit():  # one operation after the other, so that none are fused
+        np.testing.assert_array_equal(quantizer.encode(tiles, {})["index"], want)
+    assert len({bytes(row) for row in np.asarray(want).reshape(10, 64)}) == 10
+
+
+@pytest.mark.parametrize("queries", [3, 64])
+def test_folded_scores_equal_decoded_ones(queries: int) -> None:
+    x = pinned(1, 64, head_dim=64)
+    q = pinned(1, queries, head_dim=64, seed=1)
+    quantizer = kvq.scheme("kitty:boost=0.3,group=16").resolve(64)[0].quantizer
+
+    @jax.jit
+    def both(x: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        leaves = quantizer.encode(x.reshape(1, 2, 4, 16, 64), {})
+        return quantizer.scores(q, leaves, {}), q @ jnp.swapaxes(quantizer.tokens(leaves, {}), -1, -2)
+
+    folded, dense = map(np.asarray, both(x, q))
+    np.testing.assert_allclose(folded, dense, rtol=0, atol=1e-5 * np.abs(dense).max())

@@ -144,3 +144,13 @@ def test_a_wrong_field_is_an_error(spec: str, says: str) -> None:
 def test_an_odd_head_dim_cannot_be_rotated(spec: str) -> None:
     with pytest.raises(ValueError, match="head_dim=65 is odd"):
         kvq.init_cache(spec, batch=1, kv_heads=1, head_dim=65, capacity=8)
+
+
+@pytest.mark.parametrize("zero", ["integer", "float"])
+def test_clipped_rows_have_the_same_bytes_compiled_or_one_operation_after_the_other(zero: str) -> None:
+    x = load("quarot_k4")["k_rot"]
+    quantizer = kvq.scheme(f"quarot:bits=4,clip=0.9,scales=f32,zero={zero}").resolve(D)[0].quantizer
+    compiled, _ = run(quantizer, x[..., None, :])
+    with jax.disable_jit():
+        for name, leaf in quantizer.encode(jax.numpy.asarray(x[..., None, :]), {}).items():
+            np.testing.assert_array_equal(leaf, compiled[name])
