@@ -140,6 +140,11 @@ class Scheme(abc.ABC):
         resolved = []
         for label, side in zip("KV", self.sides(head_dim), strict=True):
             window = side.window
+            if side.rotate and head_dim % 2:
+                raise ValueError(
+                    f"{self.name}: head_dim={head_dim} is odd, so it has nothing to rotate; use an even head_dim or a "
+                    "scheme without rotation"
+                )
             if self.recent is not None:
                 window = dataclasses.replace(window, recent=self.recent)
             if self.group is not None:
