@@ -24,6 +24,12 @@ def saturate(x: Array, dtype: DTypeLike) -> Array:
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
 
 
+def rounded(x: Array, dtype: DTypeLike) -> Array:
+    """Float32 x as `dtype` holds it, saturating, still float32. (XLA may drop a cast to a short type and back.)"""
+    kind = jnp.finfo(dtype)
+    return lax.reduce_precision(saturate(x, dtype).astype(jnp.float32), kind.nexp, kind.nmant)
+
+
 def store(x: Array, dtype: DTypeLike) -> Array:
     """`saturate`, as a leaf of a cache: bfloat16 is kept as its bits in uint16, everything else as it is.
 

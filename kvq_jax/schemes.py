@@ -240,7 +240,7 @@ def scheme(spec: str | Scheme, **fields: Any) -> Scheme:
         cls, given = type(spec), {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
         if {"k_bits", "v_bits"} & set(fields) and given.get("bits"):  # one side changes, the other keeps its bits
             given |= {"bits": None, "k_bits": given["bits"], "v_bits": given["bits"]}
-        elif "bits" in fields:
+        elif "bits" in fields and "k_bits" in given:
             given |= {"k_bits": None, "v_bits": None}
         return _build(cls, given | fields)
     name, _, rest = spec.strip().partition(":")

@@ -143,6 +143,21 @@ class TokenRows(Affine):
         x = self._codes(leaves) * scale + zero
         return x * _wide(leaves, "channel_scale")[..., None, :] if "channel_scale" in leaves else x
 
+    def scores(self, q: Array, leaves: Leaves, constants: Leaves) -> Array:
+        if not self.folds(q.shape[-2]) or "channel_scale" in leaves:
+            return super().scores(q, leaves, constants)
+        # Σ_g scale_jg (q_g·codes_jg) + zero_jg Σ q_g, over the groups g of token j's channels
+        codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), _wide(leaves, "zero")
+        codes, scale, zero = (
+            jnp.swapaxes(x.reshape(*x.shape[:-3], -1, x.shape[-1]), -1, -2) for x in (codes, scale, zero)
+        )
+        by_group = q.reshape(*q.shape[:-1], self._groups, self.group)
+        out = dot(by_group.sum(-1), zero)
+        for g in range(self._groups):
+            channels = slice(g * self.group, (g + 1) * self.group)
+            out += dot(by_group[..., g, :], codes[..., channels, :]) * scale[..., g, None, :]
+        return out
+
     def weighted_sum(self, p: Array, leaves: Leaves, constants: Leaves) -> Array:
         if not self.folds(p.shape[-2]):
             return super().weighted_sum(p, leaves, constants)
