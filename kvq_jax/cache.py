@@ -1,8 +1,9 @@
 """The cache of one layer: sink | quantized tiles | window, for K and for V, rows of any length.
 
 Tokens of a row keep their order and their place: the first `sink` stay in full precision for good; the rest wait in the
-window and leave it `group` at a time, oldest first. A tile that has been written is never written again. All rows share
-the arrays but no statistic: tiles are per row and KV head, and padding never enters them.
+window and leave it `group` at a time, oldest first. A tile that has been written is never written again (but by a
+window that `rewrites`, which is there to show what that costs). All rows share the arrays but no statistic: tiles are
+per row and KV head, and padding never enters them.
 """
 
 import dataclasses
@@ -331,7 +332,8 @@ def append(cache: Cache, k: Array, v: Array, *, valid: Array | None = None) -> C
     """Append a block of K and V `[batch, kv_heads, tokens, head_dim]`; full groups leave the window.
 
     `valid` `[batch, tokens]` bool marks the tokens that exist; the others (padding, on any side) are skipped, so that
-    each row holds what it would hold alone. Any split of the same tokens into appends gives the same stored bytes.
+    each row holds what it would hold alone. Any split of the same tokens into appends gives the same stored bytes
+    (but where a window `rewrites`).
 
     Safe under jit, scan, vmap and donation. Over capacity: outside of a trace a ValueError; inside, the row is left as
     it was, and `checkify.checkify(..., errors=checkify.user_checks)` reports it.

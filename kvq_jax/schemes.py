@@ -28,7 +28,7 @@ class Window:
 
     recent: int
     group: int
-    rewrites: ClassVar[bool] = False  # whether a flush encodes the whole store anew, as no method here does
+    rewrites: ClassVar[bool] = False  # whether a flush encodes the whole store anew; one counter-example does
 
     @property
     def size(self) -> int:

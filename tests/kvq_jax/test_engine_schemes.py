@@ -308,9 +308,9 @@ def test_hf_counter_example_a_split_into_appends_changes_the_stored_bytes() -> N
 
 
 def test_hf_counter_example_a_flush_rewrites_the_history_of_the_rows_that_flush_and_only_theirs() -> None:
-    spec, appends = f"{HF},scales=f16", [20, *[1] * (RESIDUAL - 1)]
-    before = streamed(spec, appends, np.float16)
-    k, v = (jnp.asarray(np.roll(x, -sum(appends), axis=2), np.float16) for x in (K, V))
+    appends = [20, *[1] * (RESIDUAL - 1)]
+    before = streamed(f"{HF},scales=f32", appends)
+    k, v = (np.roll(x, -sum(appends), axis=2) for x in (K, V))
     later = kvq.append(before, k, v, valid=jnp.broadcast_to(jnp.arange(TOKENS) < 1, (2, TOKENS)).at[1].set(False))
     np.testing.assert_array_equal(later.k.flushed, [20 + RESIDUAL, 20])
     changed = {}
@@ -319,7 +319,7 @@ def test_hf_counter_example_a_flush_rewrites_the_history_of_the_rows_that_flush_
         np.testing.assert_array_equal(old[1], new[1])
         assert not new[0, :, 20 + RESIDUAL :].any()  # what is not written yet stays zero
         changed[leaf] = (old[0, :, :20] != new[0, :, :20]).mean()
-    assert changed["scale"] > 0.01, changed
+    assert changed["scale"] > 0.3, changed
 
 
 def test_hf_counter_example_old_tokens_drift_from_flush_to_flush() -> None:
@@ -330,6 +330,39 @@ def test_hf_counter_example_old_tokens_drift_from_flush_to_flush() -> None:
     first, drift = history(0), [np.square(history(n) - history(0)).sum() for n in (1, 3)]
     assert 0 < drift[0] < drift[1]
     assert drift[1] < 1e-3 * np.square(first - K[:, :, :16]).sum()  # but what they lost at first is far more
+
+
+def test_hf_appends_and_attends_at_every_length_with_one_trace() -> None:
+    traces = []
+
+    @jax.jit
+    def step(cache, k, v):
+        traces.append(None)
+        cache = kvq.append(cache, k, v)
+        return cache, kvq.attend(k, cache)
+
+    cache = empty(HF, K)
+    for i in range(2 * RESIDUAL + 3):
+        cache, out = step(cache, K[:, :, i : i + 1], V[:, :, i : i + 1])
+        assert np.isfinite(out).all()
+    assert len(traces) == 1
+    np.testing.assert_array_equal(cache.v.flushed, [1 + 2 * RESIDUAL] * 2)  # the first token was a prompt
+
+
+@pytest.mark.parametrize("spec", [HF, "fp8:scaling=tensor", "int4:"])
+def test_gradients_of_the_tiled_path_are_the_references(spec: str) -> None:
+    cache = streamed(spec, [20, 1])
+    q, k, v = (pinned(2, 1, head_dim=D, kv_heads=heads, seed=46) for heads in (4, 2, 2))
+
+    def gradient(implementation: str):
+        def loss(q, k, v, cache):
+            return jnp.sum(kvq.attend(q, cache, k, v, implementation=implementation) ** 2)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v, cache)
+
+    for tiled, dense in zip(gradient("xla"), gradient("reference"), strict=True):
+        assert np.abs(dense).max() > 1e-3
+        np.testing.assert_allclose(tiled, dense, rtol=0, atol=1e-5 * float(np.abs(dense).max()))
 
 
 @pytest.mark.parametrize(
