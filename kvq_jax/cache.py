@@ -1,8 +1,9 @@
 """The cache of one layer: sink | quantized tiles | window, for K and for V, rows of any length.
 
 Tokens of a row keep their order and their place: the first `sink` stay in full precision for good; the rest wait in the
-window and leave it `group` at a time, oldest first. A tile that has been written is never written again. All rows share
-the arrays but no statistic: tiles are per row and KV head, and padding never enters them.
+window and leave it `group` at a time, oldest first. A tile that has been written is never written again (but by a
+window that `rewrites`, which is there to show what that costs). All rows share the arrays but no statistic: tiles are
+per row and KV head, and padding never enters them.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jax.experimental import checkify
 from jax.typing import DTypeLike
 
 from kvq_jax.constants import Given, of_one_layer, per_layer
-from kvq_jax.formats import saturate
+from kvq_jax.formats import rounded, saturate
 from kvq_jax.quantizers.base import Leaves, Quantizer
 from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
@@ -99,8 +100,7 @@ def _init_side(
     side: Side, constants: Leaves, sink: int, batch: int, kv_heads: int, capacity: int, dtype: DTypeLike
 ) -> SideCache:
     quantizer, window = side.quantizer, side.window
-    groups = max(0, capacity - sink - window.recent) // window.group
-    tokens = (groups * window.group // quantizer.tile_tokens, quantizer.tile_tokens)
+    tokens = (window.room(capacity - sink) // quantizer.tile_tokens, quantizer.tile_tokens)
     leaves = _stored_shapes(quantizer, (batch, kv_heads, *tokens, quantizer.head_dim), bool(constants))
 
     def raw(tokens: int) -> Array:
@@ -243,6 +243,18 @@ def _write_tiles(leaf: Array, new: Array, first: Array, count: Array) -> Array:
     )
 
 
+def _rewritten(cache: SideCache, rows: Array) -> Leaves:
+    """The store with what `rows` `[batch]` have written decoded to the cache's dtype and encoded again."""
+    again = cache.encode(rounded(cache.side.quantizer.decode(cache.store, cache.constants), cache.window.dtype))
+    tiles = jnp.arange(cache.store_tokens // cache.tile_tokens)
+    written = rows[:, None] & (tiles < cache.flushed[:, None] // cache.tile_tokens)
+
+    def merge(new: Array, old: Array) -> Array:
+        return jnp.where(written[:, None].reshape(len(rows), 1, -1, *[1] * (old.ndim - 3)), new, old)
+
+    return {name: merge(again[name], old) for name, old in cache.store.items()}
+
+
 def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Array) -> SideCache:
     """Append the first `count` tokens of x `[batch, kv_heads, n, head_dim]` (stored basis and dtype) to each row."""
     window, quantizer, n = cache.side.window, cache.side.quantizer, x.shape[2]
@@ -269,12 +281,7 @@ def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Ar
             nothing = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
             leaves = lax.cond(jnp.any(flushed > 0), cache.encode, lambda _: nothing, tiles)
         if window.rewrites:
-            again = cache.encode(quantizer.decode(store, cache.constants))
-            rows = flushed > 0
-            store = {
-                name: jnp.where(rows.reshape(-1, *[1] * (leaf.ndim - 1)), again[name], leaf)
-                for name, leaf in store.items()
-            }
+            store = lax.cond(jnp.any(flushed > 0), lambda: _rewritten(cache, flushed > 0), lambda: cache.store)
         store = {
             name: _write_tiles(leaf, leaves[name], cache.flushed // tile, flushed // tile)
             for name, leaf in store.items()
@@ -324,7 +331,8 @@ def append(cache: Cache, k: Array, v: Array, *, valid: Array | None = None) -> C
     """Append a block of K and V `[batch, kv_heads, tokens, head_dim]`; full groups leave the window.
 
     `valid` `[batch, tokens]` bool marks the tokens that exist; the others (padding, on any side) are skipped, so that
-    each row holds what it would hold alone. Any split of the same tokens into appends gives the same stored bytes.
+    each row holds what it would hold alone. Any split of the same tokens into appends gives the same stored bytes
+    (but where a window `rewrites`).
 
     Safe under jit, scan, vmap and donation. Over capacity: outside of a trace a ValueError; inside, the row is left as
     it was, and `checkify.checkify(..., errors=checkify.user_checks)` reports it.

@@ -24,23 +24,22 @@ def saturate(x: Array, dtype: DTypeLike) -> Array:
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
 
 
-def half(x: Array) -> Array:
-    """`saturate` to float16, kept in float32. XLA may leave out a cast to float16 and back, but not this.
+def rounded(x: Array, dtype: DTypeLike) -> Array:
+    """Float32 x as `dtype` holds it, saturating, still float32; sums, products and quotients of 16-bit numbers are thus
+    those of `dtype`'s own arithmetic (rounding to 24 bits first does no harm to one of 11).
 
-    A sum, product or quotient of two float16 numbers is thus the float16 result: rounding to 24 bits first does no harm
-    to one of 11.
+    XLA may leave out a cast to a short type and back, but not this. And compilers fuse a product into the sum that it
+    enters, unrounded, in one program and not in the next; not through this comparison, even with float32: what is
+    stored must not depend on the program.
     """
-    largest, smallest_normal, smallest = 65504.0, 2.0**-14, 2.0**-24
+    kind = jnp.finfo(dtype)
+    largest = np.float32(kind.max)
     clipped = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-    normal = lax.reduce_precision(clipped, exponent_bits=5, mantissa_bits=10)  # flushes subnormals
-    subnormal = jnp.round(x / smallest) * smallest
-    return jnp.where(jnp.abs(x) < smallest_normal, subnormal, normal)
-
-
-def as_rounded(product: Array) -> Array:
-    """A float32 product, rounded. Compilers fuse a product into the sum that it enters, unrounded, in one program and
-    not in the next; not through this comparison. What is stored must not depend on the program."""
-    return saturate(product, jnp.float32)
+    normal = lax.reduce_precision(clipped, kind.nexp, kind.nmant)  # flushes subnormals
+    if kind.nexp == 8:
+        return normal
+    smallest = np.float32(kind.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < kind.smallest_normal, jnp.round(x / smallest) * smallest, normal)
 
 
 def store(x: Array, dtype: DTypeLike) -> Array:

@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import Cache, init_cache
+from kvq_jax.constants import specs
 from kvq_jax.formats import view
 from kvq_jax.schemes import Scheme
 from kvq_jax.schemes import scheme as make_scheme
@@ -16,10 +17,11 @@ from kvq_jax.schemes import scheme as make_scheme
 
 def stored(cache: Cache) -> dict[str, Array]:
     """Every array of the cache by name: `k_codes`, `k_scale`, `k_zero`, ... `[batch, kv_heads, tiles, ...]` (each
-    quantizer documents its leaves), `k_sink`, `k_window`, `k_flushed`, the same for v, and `length`."""
+    quantizer documents its leaves), K's constants, `k_sink`, `k_window`, `k_flushed`, the same for v, and `length`."""
     arrays: dict[str, Array] = {}
     for name, side in zip("kv", cache.sides, strict=True):
         arrays |= {f"{name}_{leaf}": view(value) for leaf, value in side.store.items()}
+        arrays |= {f"{name}_{constant}": value for constant, value in side.constants.items()}
         arrays |= {f"{name}_sink": side.sink, f"{name}_window": side.window, f"{name}_flushed": side.flushed}
     return arrays | {"length": cache.length}
 
@@ -42,7 +44,9 @@ def bits_per_element(
 
     def shape(capacity: int) -> Cache:
         kwargs = {"batch": 1, "kv_heads": 1, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
-        return jax.eval_shape(lambda: init_cache(policy, **kwargs))  # type: ignore[call-overload]
+        needed = specs(policy, 1, head_dim) if policy.needs_constants else {}
+        constants = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in needed.items()}
+        return jax.eval_shape(lambda arrays: init_cache(policy, constants=arrays or None, **kwargs), constants)  # type: ignore[call-overload]
 
     sides = policy.resolve(head_dim)
     enough = policy.sink + max(side.window.recent for side in sides) + math.lcm(*(side.window.group for side in sides))

@@ -28,7 +28,7 @@ class Window:
 
     recent: int
     group: int
-    rewrites: ClassVar[bool] = False  # whether a flush encodes the whole store anew, as no method here does
+    rewrites: ClassVar[bool] = False  # whether a flush encodes the whole store anew; one counter-example does
 
     @property
     def size(self) -> int:
@@ -39,6 +39,10 @@ class Window:
         """How many of the `waiting` unflushed tokens leave, int32 `[batch]`; `length`: of the row before the append."""
         whole = (waiting - self.recent) // self.group * self.group
         return jnp.where(waiting >= self.recent + self.group, whole, 0)
+
+    def room(self, tokens: int) -> int:
+        """The most tokens of `tokens` post-sink ones that are ever flushed."""
+        return max(0, tokens - self.recent) // self.group * self.group
 
     def most(self, tokens: int) -> int:
         """The most tokens that can leave when `tokens` are appended."""
@@ -245,7 +249,7 @@ def scheme(spec: str | Scheme, **fields: Any) -> Scheme:
         cls, given = type(spec), {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
         if {"k_bits", "v_bits"} & set(fields) and given.get("bits"):  # one side changes, the other keeps its bits
             given |= {"bits": None, "k_bits": given["bits"], "v_bits": given["bits"]}
-        elif "bits" in fields:
+        elif "bits" in fields and "k_bits" in given:
             given |= {"k_bits": None, "v_bits": None}
         return _build(cls, given | fields)
     name, _, rest = spec.strip().partition(":")

@@ -22,6 +22,7 @@ class Case:
     k_bits: tuple[float, float]  # bits a stored number of the main store, at head_dim 64 and 128
     v_bits: tuple[float, float]
     small: str | None = None
+    counter_example: bool = False  # rewrites what it has stored, so that it depends on how tokens were appended
 
     def __str__(self) -> str:
         return self.spec
@@ -64,10 +65,26 @@ CASES = [
     Case("kvarn:bits=2,scales=f32,iters=16", (0.204, 0.226), (0.123, 0.137), (3, 2.75), (3.25, 2.75)),
     Case("kvarn:bits=3", (0.0371, 0.0411), (0.0225, 0.0249), (3.5, 3.375), (3.625, 3.375)),
     Case("kvarn:k_bits=4,v_bits=2", (0.00808, 0.00894), (0.123, 0.137), (4.5, 4.375), (2.625, 2.375)),
+    Case("fp8:", (0.000379, 0.000419), (0.000381, 0.000422), (8.5, 8.25), (8.5, 8.25),
+         small="fp8:sink=3,recent=5"),
+    Case("fp8:scales=f16", (0.000379, 0.000419), (0.000381, 0.000421), (8.25, 8.125), (8.25, 8.125)),
+    Case("fp8:scaling=tensor", (0.000712, 0.000787), (0.00465, 0.00514), (8, 8), (8, 8),
+         small="fp8:scaling=tensor,sink=3,recent=5,group=4"),
+    Case("int8:", (0.000129, 0.000143), (0.000137, 0.000152), (8.25, 8.125), (8.25, 8.125),
+         small="int8:"),
+    Case("int8:symmetric=false,scales=bf16", (0.000104, 0.000115), (0.000127, 0.00014), (8.5, 8.25), (8.5, 8.25)),
+    Case("int4:", (0.0397, 0.0438), (0.0429, 0.0474), (4.25, 4.125), (4.25, 4.125),
+         small="int4:scales=f32,sink=2,recent=7"),
+    Case("int4:symmetric=false", (0.0175, 0.0193), (0.0191, 0.0211), (4.5, 4.25), (4.5, 4.25),
+         small="int4:symmetric=false,sink=1,group=8"),
+    Case("hf_quantized_cache:", (0.0176, 0.0195), (0.0193, 0.0213), (4.5, 4.5), (4.5, 4.5),
+         small="hf_quantized_cache:channels=16,residual=12", counter_example=True),
+    Case("hf_quantized_cache:bits=2,channels=32", (0.276, 0.305), (0.276, 0.305), (3, 3), (3, 3), counter_example=True),
 ]
 # fmt: on
 
 SMALL = [case.small for case in CASES if case.small]
+APPEND_ONLY = [case.small for case in CASES if case.small and not case.counter_example]
 
 
 def pinned(batch: int = 2, tokens: int = 288, head_dim: int = 64, kv_heads: int = 2, seed: int = 0) -> np.ndarray:
@@ -81,8 +98,13 @@ def pinned(batch: int = 2, tokens: int = 288, head_dim: int = 64, kv_heads: int 
     return x.astype(np.float32)
 
 
-# Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer.
-CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray]]] = {}
+def fp8_constants(scheme: kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str, np.ndarray] | None:
+    scales = {"k_scale": np.float32(0.05), "v_scale": np.float32(0.04)}  # up to 22 and 18: some of `pinned` saturates
+    return scales if scheme.needs_constants else None
+
+
+# Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer, or None.
+CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray] | None]] = {"fp8": fp8_constants}
 
 
 def constants(spec: str | kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str, np.ndarray] | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from kvq_jax.formats import SCALE_DTYPES, store, store_scale, uniform_codes, widen
+from kvq_jax.formats import SCALE_DTYPES, rounded, store, store_scale, uniform_codes, widen
 from kvq_jax.packing import pack, packed_size, unpack
 from kvq_jax.quantizers.base import Leaves, Quantizer, dot
 
@@ -59,6 +59,23 @@ class Affine(Quantizer):
 
     def _codes(self, leaves: Leaves) -> Array:
         return unpack(leaves["codes"], self.bits, dtype=jnp.float32)
+
+
+@dataclass(frozen=True)
+class NarrowAffine(Affine):
+    """`Affine` computed in the format of the scales, as code over tensors of that dtype does: every difference and
+    quotient is rounded to it, and the codes come from the scale that is stored."""
+
+    def rounded(self, x: Array) -> Array:
+        return rounded(x, SCALE_DTYPES[self.scales][0])
+
+    def round_rows(self, rows: Array) -> RoundedRows:
+        rows = self.rounded(rows)
+        low, high = row_range(rows)
+        scale = self.rounded(self.rounded(high - low) / (2**self.bits - 1))
+        levels = self.rounded(self.rounded(rows - low[..., None]) / jnp.where(scale == 0, 1.0, scale)[..., None])
+        codes = jnp.clip(jnp.round(levels), 0, 2**self.bits - 1).astype(jnp.uint8)
+        return RoundedRows(codes, *(store(x, SCALE_DTYPES[self.scales][0]) for x in (scale, low)))
 
 
 def _wide(leaves: Leaves, name: str) -> Array:
@@ -142,6 +159,21 @@ class TokenRows(Affine):
         scale, zero = (jnp.repeat(_wide(leaves, name), self.group, axis=-1) for name in ("scale", "zero"))
         x = self._codes(leaves) * scale + zero
         return x * _wide(leaves, "channel_scale")[..., None, :] if "channel_scale" in leaves else x
+
+    def scores(self, q: Array, leaves: Leaves, constants: Leaves) -> Array:
+        if not self.folds(q.shape[-2]) or "channel_scale" in leaves:
+            return super().scores(q, leaves, constants)
+        # Σ_g scale_jg (q_g·codes_jg) + zero_jg Σ q_g, over the groups g of token j's channels
+        codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), _wide(leaves, "zero")
+        codes, scale, zero = (
+            jnp.swapaxes(x.reshape(*x.shape[:-3], -1, x.shape[-1]), -1, -2) for x in (codes, scale, zero)
+        )
+        by_group = q.reshape(*q.shape[:-1], self._groups, self.group)
+        out = dot(by_group.sum(-1), zero)
+        for g in range(self._groups):
+            channels = slice(g * self.group, (g + 1) * self.group)
+            out += dot(by_group[..., g, :], codes[..., channels, :]) * scale[..., g, None, :]
+        return out
 
     def weighted_sum(self, p: Array, leaves: Leaves, constants: Leaves) -> Array:
         if not self.folds(p.shape[-2]):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvq_jax.formats import SCALE_DTYPES, as_rounded, store, widen
+from kvq_jax.formats import SCALE_DTYPES, rounded, store, widen
 from kvq_jax.packing import pack, unpack
 from kvq_jax.quantizers.affine import ChannelRows, TokenRows, row_range
 from kvq_jax.quantizers.base import Leaves, dot
@@ -45,8 +45,8 @@ class PromotedChannelRows(ChannelRows):
     def _score(self, tiles: Array) -> Array:
         if self.rank == "magnitude":
             return _token_sum(jnp.abs(tiles))
-        mean = as_rounded(_token_sum(tiles) / tiles.shape[-2])
-        return _token_sum(as_rounded((tiles - mean[..., None, :]) ** 2))
+        mean = rounded(_token_sum(tiles) / tiles.shape[-2], jnp.float32)
+        return _token_sum(rounded((tiles - mean[..., None, :]) ** 2, jnp.float32))
 
     def encode(self, tiles: Array, constants: Leaves) -> Leaves:
         score = self._score(tiles)

@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-from jax import Array
-
-from kvq_jax.formats import half, store, uniform_codes
-from kvq_jax.quantizers.affine import Affine, ChannelRows, RoundedRows, TokenRows, row_range
+from kvq_jax.quantizers.affine import ChannelRows, NarrowAffine, TokenRows
 from kvq_jax.schemes import Bits, Side, Window, option, register
 
 
@@ -16,26 +12,13 @@ def largest_divisor(number: int, at_most: int) -> int:
 
 
 @dataclass(frozen=True)
-class _InHalf(Affine):
-    """The rule of `Affine` with every operation rounded to float16, and the codes from the scale that is stored."""
-
-    def round_rows(self, rows: Array) -> RoundedRows:
-        rows = half(rows)
-        low, high = row_range(rows)
-        scale = half(half(high - low) / (2**self.bits - 1))
-        levels = half(half(rows - low[..., None]) / jnp.where(scale == 0, 1.0, scale)[..., None])
-        codes = uniform_codes(levels, jnp.ones(()), jnp.zeros(()), self.bits)
-        return RoundedRows(codes, store(scale, jnp.float16), store(low, jnp.float16))
+class NarrowChannelRows(NarrowAffine, ChannelRows):
+    """K in the arithmetic of its scales."""
 
 
 @dataclass(frozen=True)
-class HalfChannelRows(_InHalf, ChannelRows):
-    """K in float16 arithmetic."""
-
-
-@dataclass(frozen=True)
-class HalfTokenRows(_InHalf, TokenRows):
-    """V in float16 arithmetic."""
+class NarrowTokenRows(NarrowAffine, TokenRows):
+    """V in the arithmetic of its scales."""
 
 
 @register("kivi", "K per channel, V per token, min/max")
@@ -61,7 +44,7 @@ class Kivi(Bits):
                 raise ValueError(
                     f"{self.name}: arithmetic=f16 makes f16 scales, not scales={self.scales}; use scales=f16"
                 )
-            channel_rows, token_rows = HalfChannelRows, HalfTokenRows
+            channel_rows, token_rows = NarrowChannelRows, NarrowTokenRows
         k = channel_rows(head_dim, self.key_bits, self.subgroup, self.scales)
         v = token_rows(head_dim, self.value_bits, largest_divisor(head_dim, self.subgroup), self.scales)
         return Side(k, Window(recent=0, group=self.residual)), Side(v, Window(recent=self.residual, group=1))

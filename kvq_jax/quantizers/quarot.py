@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from kvq_jax.formats import SCALE_DTYPES, as_rounded, store, uniform_codes, widen
+from kvq_jax.formats import SCALE_DTYPES, rounded, store, uniform_codes, widen
 from kvq_jax.packing import BITS
 from kvq_jax.quantizers.affine import RoundedRows, TokenRows, row_range
 from kvq_jax.quantizers.base import Leaves
@@ -21,7 +21,7 @@ class FloatZeroRows(TokenRows):
     clip: float = 1.0
 
     def round_rows(self, rows: Array) -> RoundedRows:
-        low, high = (as_rounded(self.clip * x) for x in row_range(rows))
+        low, high = (rounded(self.clip * x, jnp.float32) for x in row_range(rows))
         scale = jnp.maximum(high - low, SMALLEST_RANGE) / (2**self.bits - 1)
         scale_dtype, zero_dtype = SCALE_DTYPES[self.scales]
         codes = uniform_codes(rows, scale[..., None], low[..., None], self.bits)
@@ -46,7 +46,7 @@ class IntegerZeroRows(TokenRows):
         low, high = row_range(rows)
         if self.with_zero:
             low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
-        low, high = as_rounded(self.clip * low), as_rounded(self.clip * high)
+        low, high = rounded(self.clip * low, jnp.float32), rounded(self.clip * high, jnp.float32)
         empty = (low == 0) & (high == 0)
         low, high = jnp.where(empty, -1.0, low), jnp.where(empty, 1.0, high)
         scale_dtype, zero_dtype = SCALE_DTYPES[self.scales]
