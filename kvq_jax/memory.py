@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import Cache, init_cache
+from kvq_jax.constants import specs
 from kvq_jax.formats import view
 from kvq_jax.schemes import Scheme
 from kvq_jax.schemes import scheme as make_scheme
@@ -42,7 +43,9 @@ def bits_per_element(
 
     def shape(capacity: int) -> Cache:
         kwargs = {"batch": 1, "kv_heads": 1, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
-        return jax.eval_shape(lambda: init_cache(policy, **kwargs))  # type: ignore[call-overload]
+        needed = specs(policy, 1, head_dim) if policy.needs_constants else {}
+        constants = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in needed.items()}
+        return jax.eval_shape(lambda arrays: init_cache(policy, constants=arrays or None, **kwargs), constants)  # type: ignore[call-overload]
 
     sides = policy.resolve(head_dim)
     enough = policy.sink + max(side.window.recent for side in sides) + math.lcm(*(side.window.group for side in sides))

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.lloyd_max import gaussian_levels
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,19 @@ CASES = [
     Case("kvarn:bits=2,scales=f32,iters=16", (0.204, 0.226), (0.123, 0.137), (3, 2.75), (3.25, 2.75)),
     Case("kvarn:bits=3", (0.0371, 0.0411), (0.0225, 0.0249), (3.5, 3.375), (3.625, 3.375)),
     Case("kvarn:k_bits=4,v_bits=2", (0.00808, 0.00894), (0.123, 0.137), (4.5, 4.375), (2.625, 2.375)),
+    Case("turboquant:bits=4", (0.00793, 0.00876), (0.0191, 0.0211), (4.25, 4.125), (4.5, 4.25),
+         small="turboquant:bits=4,sink=3,recent=5"),
+    Case("turboquant:k_bits=3,v_bits=4", (0.029, 0.0321), (0.0191, 0.0211), (3.25, 3.125), (4.5, 4.25)),
+    Case("turboquant:k_bits=8,v_bits=4", (0.000658, 0.000727), (0.0191, 0.0211), (8, 8), (4.5, 4.25)),
+    Case("turboquant:bits=2,norm_correction=false,values=lloyd", (0.0996, 0.11), (0.0979, 0.108), (2.25, 2.125),
+         (2.25, 2.125)),
+    Case("turboquant:bits=1,values=lloyd", (0.324, 0.358), (0.315, 0.348), (1.25, 1.125), (1.25, 1.125)),
+    Case("turboquant:bits=4,qjl=true,values=lloyd", (0.0452, 0.0499), (0.00779, 0.00861), (4.5, 4.25), (4.25, 4.125),
+         small="turboquant:bits=4,qjl=true,values=lloyd,group=4"),
+    Case("turboquant:k_bits=1,v_bits=8,qjl=true", (1.47, 1.62), (6.62e-05, 7.32e-05), (1.5, 1.25), (8.5, 8.25)),
+    Case("ultra_tq:bits=4", (0.00876, 0.00968), (0.0191, 0.0211), (4.25, 4.125), (4.5, 4.25),
+         small="ultra_tq:bits=4,recent=2"),
+    Case("ultra_tq:k_bits=2,v_bits=3,layers_share=1.0", (0.105, 0.116), (0.0854, 0.0944), (2.25, 2.125), (3.5, 3.25)),
 ]
 # fmt: on
 
@@ -70,7 +84,11 @@ def pinned(batch: int = 2, tokens: int = 288, head_dim: int = 64, kv_heads: int 
 
 
 # Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer.
-CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray]]] = {}
+CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray]]] = {
+    "ultra_tq": lambda scheme, kv_heads, head_dim: {  # the normal book, stretched as outliers want it
+        "k_book": 1.1 * np.array(gaussian_levels(scheme.k_bits or scheme.bits)) / head_dim**0.5
+    },
+}
 
 
 def constants(spec: str | kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str, np.ndarray] | None:
