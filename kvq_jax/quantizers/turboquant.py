@@ -185,9 +185,9 @@ class TurboQuant(Bits):
     which concerns K: bits − 1 bits of codes and one of the sketch.
 
     vLLM's presets: 4bit_nc is `bits=4`, k3v4_nc `k_bits=3,v_bits=4`, 3bit_nc `bits=3`; k8v4 is `k_bits=8,v_bits=4`: 8
-    bits of K are FP8 E4M3, saturating, neither rotated nor scaled. Another book than the exact one may be given as the
-    constants `k_book` and (`values=lloyd`) `v_book` `[levels]`: levels of the normalized key, N(0, 1)'s over
-    sqrt(head_dim).
+    bits of K are FP8 E4M3, saturating, neither rotated nor scaled. On dense models it adds `protect=2`. Another book
+    than the exact one may be given as the constants `k_book` and (`values=lloyd`) `v_book` `[levels]`: levels of the
+    normalized key or value, N(0, 1)'s over sqrt(head_dim).
 
     Bits a value: K bits + 16/head_dim (qjl: + 32/head_dim; 8 bits: 8), V bits + 32/head_dim (lloyd: + 16/head_dim).
     """

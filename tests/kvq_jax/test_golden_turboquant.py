@@ -11,12 +11,14 @@ import pytest
 from scheme_cases import pinned
 
 import kvq_jax as kvq
+from kvq_jax.formats import divide
 from kvq_jax.packing import unpack
 from kvq_jax.quantizers.turboquant import Codebook, Sketched, gaussian_matrix, normalized
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 CODECS = ["tq_codec_d64", "tq_codec_d64_s101", "tq_codec_d128"]
 PRESETS = {"4bit_nc": "bits=4", "k3v4_nc": "k_bits=3,v_bits=4", "3bit_nc": "bits=3", "k8v4": "k_bits=8,v_bits=4"}
+NORMAL = np.random.default_rng(5).standard_normal((1, 2, 400, 1, 64)).astype(np.float32)
 
 
 @functools.cache
@@ -89,9 +91,15 @@ def test_the_engines_book_is_the_exact_one_within_its_trapezoids() -> None:
             np.testing.assert_allclose(middles, book[f"bound_d{head_dim}_b{bits}"], rtol=1e-3, atol=1e-9)
 
 
-# --- the distortion and the bias of the two forms
+def test_a_quotient_is_rounded_once_where_the_divisor_is_one_number() -> None:
+    x = NORMAL[:1, :1, :1]  # one token of one head
+    for y in (15.0, np.full((1, 1, 1, 1, 1), 0.3, np.float32)):
+        np.testing.assert_array_equal(jax.jit(divide)(x, y), x / np.float32(y))
+        np.testing.assert_array_equal(jax.jit(lambda x, y=y: divide(x, y))(x), x / np.float32(y))
+    assert np.isnan(divide(jnp.float32(np.nan), 15.0))
 
-NORMAL = np.random.default_rng(5).standard_normal((1, 2, 400, 1, 64)).astype(np.float32)
+
+# --- the distortion and the bias of the two forms
 
 
 @pytest.mark.parametrize(("bits", "mse"), [(1, 0.363380), (2, 0.117482), (3, 0.034548), (4, 0.009501)])
