@@ -128,6 +128,8 @@ def check_arrays(
             raise ValueError(f"{scheme.name}: {name} is not finite everywhere; calibrate again")
         if spec.positive and not (x > 0).all():
             raise ValueError(f"{scheme.name}: {name} is {x.min():g} somewhere, and must be positive; calibrate again")
+        if spec.ascending and not (np.diff(x) >= 0).all():
+            raise ValueError(f"{scheme.name}: {name} does not ascend along its last axis; sort it, or calibrate again")
         if spec.above is not None and not (x > np.asarray(arrays[spec.above], np.float32)).all():
             raise ValueError(f"{scheme.name}: {name} is not above {spec.above} everywhere; calibrate again")
 

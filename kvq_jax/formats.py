@@ -71,6 +71,12 @@ def store_scale(x: Array, dtype: DTypeLike) -> Array:
     return store(x, dtype)
 
 
+def divide(x: Array, y: Array | float) -> Array:
+    """x / y, rounded once. XLA multiplies by 1/y where y is one number broadcast, a constant or the scale of the only
+    token there is, so that this token alone would not be rounded as in a batch; a select hides that it is one."""
+    return x / jnp.where(jnp.isnan(x), jnp.nan, y)
+
+
 def uniform_codes(x: Array, scale: Array, zero: Array, bits: int) -> Array:
     """clip(round_half_even((x − zero)/scale), 0, 2^bits − 1) as uint8; code 0 where scale is 0."""
     levels = (x - zero) / jnp.where(scale == 0, 1.0, scale)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import kvq_jax as kvq
+from kvq_jax.lloyd_max import gaussian_levels
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,19 @@ CASES = [
     Case("hf_quantized_cache:", (0.0176, 0.0195), (0.0193, 0.0213), (4.5, 4.5), (4.5, 4.5),
          small="hf_quantized_cache:channels=16,residual=12", counter_example=True),
     Case("hf_quantized_cache:bits=2,channels=32", (0.276, 0.305), (0.276, 0.305), (3, 3), (3, 3), counter_example=True),
+    Case("turboquant:bits=4", (0.00793, 0.00876), (0.0191, 0.0211), (4.25, 4.125), (4.5, 4.25),
+         small="turboquant:bits=4,sink=3,recent=5"),
+    Case("turboquant:k_bits=3,v_bits=4", (0.029, 0.0321), (0.0191, 0.0211), (3.25, 3.125), (4.5, 4.25)),
+    Case("turboquant:k_bits=8,v_bits=4", (0.000658, 0.000727), (0.0191, 0.0211), (8, 8), (4.5, 4.25)),
+    Case("turboquant:bits=2,norm_correction=false,values=lloyd", (0.0996, 0.11), (0.0979, 0.108), (2.25, 2.125),
+         (2.25, 2.125)),
+    Case("turboquant:bits=1,values=lloyd", (0.324, 0.358), (0.315, 0.348), (1.25, 1.125), (1.25, 1.125)),
+    Case("turboquant:bits=4,qjl=true,values=lloyd", (0.0452, 0.0499), (0.00779, 0.00861), (4.5, 4.25), (4.25, 4.125),
+         small="turboquant:bits=4,qjl=true,values=lloyd,group=4"),
+    Case("turboquant:k_bits=1,v_bits=8,qjl=true", (1.47, 1.62), (6.62e-05, 7.32e-05), (1.5, 1.25), (8.5, 8.25)),
+    Case("ultra_tq:bits=4", (0.00876, 0.00968), (0.0191, 0.0211), (4.25, 4.125), (4.5, 4.25),
+         small="ultra_tq:bits=4,recent=2"),
+    Case("ultra_tq:k_bits=2,v_bits=3,layers_share=1.0", (0.105, 0.116), (0.0854, 0.0944), (2.25, 2.125), (3.5, 3.25)),
 ]
 # fmt: on
 
@@ -103,8 +117,16 @@ def fp8_constants(scheme: kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str,
     return scales if scheme.needs_constants else None
 
 
+def refitted_book(scheme: kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str, np.ndarray]:
+    levels = gaussian_levels(scheme.k_bits or scheme.bits)
+    return {"k_book": 1.1 * np.array(levels) / head_dim**0.5}  # the normal book, stretched as outliers want it
+
+
 # Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer, or None.
-CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray] | None]] = {"fp8": fp8_constants}
+CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray] | None]] = {
+    "fp8": fp8_constants,
+    "ultra_tq": refitted_book,
+}
 
 
 def constants(spec: str | kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str, np.ndarray] | None:

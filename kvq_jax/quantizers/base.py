@@ -30,6 +30,7 @@ class ConstantSpec:
     shape: tuple[int, ...]
     positive: bool = False
     above: str | None = None  # another constant that it must exceed everywhere
+    ascending: bool = False  # along the last axis, as the levels of a codebook
 
 
 @dataclass(frozen=True)

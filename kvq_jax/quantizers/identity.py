@@ -9,7 +9,7 @@ from kvq_jax.formats import store, widen
 from kvq_jax.quantizers.base import Leaves, Quantizer
 from kvq_jax.schemes import Scheme, Side, Window, register
 
-DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "fp8": jnp.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
