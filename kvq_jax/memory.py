@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kvq_jax.cache import Cache, init_cache
+from kvq_jax.constants import specs
 from kvq_jax.formats import view
 from kvq_jax.schemes import Scheme
 from kvq_jax.schemes import scheme as make_scheme
@@ -34,23 +35,32 @@ def nbytes(cache: Cache | Sequence[Cache]) -> dict[str, int]:
 
 
 def bits_per_element(
-    scheme: str | Scheme, *, head_dim: int, tokens: int | None = None, dtype: DTypeLike = jnp.bfloat16
+    scheme: str | Scheme,
+    *,
+    head_dim: int,
+    kv_heads: int = 1,
+    tokens: int | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> dict[str, float]:
     """Bits per stored number, counted on the arrays: `k` and `v` of the main store, `store` their mean; with `tokens`,
-    `cache`: the whole cache of a row of that many tokens, with sink, window and bookkeeping."""
+    `cache`: the whole cache of a row of that many tokens, with sink, window and bookkeeping. `kv_heads` matters where
+    heads share what is stored (kvquant)."""
     policy = make_scheme(scheme)
 
     def shape(capacity: int) -> Cache:
-        kwargs = {"batch": 1, "kv_heads": 1, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
-        return jax.eval_shape(lambda: init_cache(policy, **kwargs))  # type: ignore[call-overload]
+        kwargs = {"batch": 1, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
+        arrays = {
+            name: jax.ShapeDtypeStruct(s.shape, jnp.float32) for name, s in specs(policy, kv_heads, head_dim).items()
+        }
+        return jax.eval_shape(lambda arrays: init_cache(policy, constants=arrays or None, **kwargs), arrays)
 
     sides = policy.resolve(head_dim)
     enough = policy.sink + max(side.window.recent for side in sides) + math.lcm(*(side.window.group for side in sides))
     bits = {}
     for name, side in zip("kv", shape(enough).sides, strict=True):
         size = sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in side.store.values())
-        bits[name] = 8 * size / (side.store_tokens * head_dim)
+        bits[name] = 8 * size / (side.store_tokens * kv_heads * head_dim)
     bits["store"] = (bits["k"] + bits["v"]) / 2
     if tokens is not None:
-        bits["cache"] = 8 * sum(nbytes(shape(tokens)).values()) / (2 * tokens * head_dim)
+        bits["cache"] = 8 * sum(nbytes(shape(tokens)).values()) / (2 * tokens * kv_heads * head_dim)
     return bits

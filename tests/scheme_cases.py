@@ -52,6 +52,11 @@ CASES = [
     Case("kvarn:bits=2,scales=f32,iters=16", (0.204, 0.226), (0.123, 0.137), (3, 2.75), (3.25, 2.75)),
     Case("kvarn:bits=3", (0.0371, 0.0411), (0.0225, 0.0249), (3.5, 3.375), (3.625, 3.375)),
     Case("kvarn:k_bits=4,v_bits=2", (0.00808, 0.00894), (0.123, 0.137), (4.5, 4.375), (2.625, 2.375)),
+    Case("kvquant:bits=3", (0, 9), (0, 9), (3.75, 3.375), (4.25, 3.625),
+         small="kvquant:bits=3"),
+    Case("kvquant:bits=2,outliers=0,sink=0", (0, 9), (0, 9), (2, 2), (2.5, 2.25)),
+    Case("kvquant:k_bits=2,v_bits=4,k_entries=3,scales=f32", (0, 9), (0, 9), (4.25, 3.125), (5.75, 4.875),
+         small="kvquant:k_bits=2,v_bits=4,outliers=0.1,sink=3,recent=5,group=4"),
 ]
 # fmt: on
 
@@ -69,8 +74,17 @@ def pinned(batch: int = 2, tokens: int = 288, head_dim: int = 64, kv_heads: int 
     return x.astype(np.float32)
 
 
+def _kvquant(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.ndarray]:
+    """Ranges of `pinned`; tables that are not sorted, and hold 0."""
+    upper = np.full((kv_heads, head_dim), 0.9, np.float32)
+    upper[:, :: head_dim // 2] *= 6
+    halves = {"k": 2 ** (scheme.key_bits - 1), "v": 2 ** (scheme.value_bits - 1)}
+    tables = {f"{side}_lut": np.arange(-n, n, dtype=np.float32)[::-1] / n for side, n in halves.items()}
+    return tables | {"k_lower": -upper, "k_upper": upper}
+
+
 # Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer.
-CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray]]] = {}
+CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray]]] = {"kvquant": _kvquant}
 
 
 def constants(spec: str | kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str, np.ndarray] | None:
@@ -84,6 +98,11 @@ def empty(spec: str | kvq.Scheme, x: Any, capacity: int | None = None, dtype: An
     batch, kv_heads, tokens, head_dim = x.shape
     shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity or tokens}
     return kvq.init_cache(spec, **shape, dtype=dtype, constants=constants(spec, kv_heads, head_dim))
+
+
+def heads_share(side: Any) -> bool:
+    """Whether something that is stored belongs to all heads of a token."""
+    return any(leaf.shape[1] < side.kv_heads for leaf in side.store.values())
 
 
 def assert_same(one: kvq.Cache, other: kvq.Cache) -> None:

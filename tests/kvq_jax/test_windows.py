@@ -123,7 +123,7 @@ def test_tiles_hold_exactly_the_encoding_of_their_own_tokens(spec: str) -> None:
     for side, x in zip(cache.sides, raw(spec), strict=True):
         quantizer, sink, flushed = side.side.quantizer, cache.scheme.sink, int(side.flushed[0])
         tiles = x[:, :, sink : sink + flushed].reshape(1, 2, -1, quantizer.tile_tokens, 32)
-        for name, leaf in jax.jit(quantizer.encode)(tiles, {}).items():
+        for name, leaf in jax.jit(quantizer.encode)(tiles, side.constants).items():
             np.testing.assert_array_equal(side.store[name][:, :, : tiles.shape[2]], leaf, err_msg=name)
 
 
