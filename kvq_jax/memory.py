@@ -47,12 +47,15 @@ def bits_per_element(
     heads share what is stored (kvquant)."""
     policy = make_scheme(scheme)
 
+    wanted = specs(policy, kv_heads, head_dim)
+
     def shape(capacity: int) -> Cache:
-        kwargs = {"batch": 1, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
-        arrays = {
-            name: jax.ShapeDtypeStruct(s.shape, jnp.float32) for name, s in specs(policy, kv_heads, head_dim).items()
-        }
-        return jax.eval_shape(lambda arrays: init_cache(policy, constants=arrays or None, **kwargs), arrays)
+        def empty() -> Cache:
+            constants = {name: jnp.zeros(spec.shape) for name, spec in wanted.items()} or None
+            size = {"batch": 1, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
+            return init_cache(policy, constants=constants, **size)  # type: ignore[call-overload]
+
+        return jax.eval_shape(empty)
 
     sides = policy.resolve(head_dim)
     enough = policy.sink + max(side.window.recent for side in sides) + math.lcm(*(side.window.group for side in sides))

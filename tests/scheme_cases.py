@@ -52,10 +52,11 @@ CASES = [
     Case("kvarn:bits=2,scales=f32,iters=16", (0.204, 0.226), (0.123, 0.137), (3, 2.75), (3.25, 2.75)),
     Case("kvarn:bits=3", (0.0371, 0.0411), (0.0225, 0.0249), (3.5, 3.375), (3.625, 3.375)),
     Case("kvarn:k_bits=4,v_bits=2", (0.00808, 0.00894), (0.123, 0.137), (4.5, 4.375), (2.625, 2.375)),
-    Case("kvquant:bits=3", (0, 9), (0, 9), (3.75, 3.375), (4.25, 3.625),
+    Case("kvquant:bits=3", (0.12, 0.132), (0.0365, 0.0404), (3.75, 3.375), (4.25, 3.625),
          small="kvquant:bits=3"),
-    Case("kvquant:bits=2,outliers=0,sink=0", (0, 9), (0, 9), (2, 2), (2.5, 2.25)),
-    Case("kvquant:k_bits=2,v_bits=4,k_entries=3,scales=f32", (0, 9), (0, 9), (4.25, 3.125), (5.75, 4.875),
+    Case("kvquant:bits=2,outliers=0,sink=0", (0.326, 0.36), (0.56, 0.619), (2, 2), (2.5, 2.25)),
+    Case("kvquant:k_bits=2,v_bits=4,k_entries=3,scales=f32", (0.165, 0.182), (0.0092, 0.0102),
+         (4.25, 3.125), (5.75, 4.875),
          small="kvquant:k_bits=2,v_bits=4,outliers=0.1,sink=3,recent=5,group=4"),
 ]
 # fmt: on

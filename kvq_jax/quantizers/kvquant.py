@@ -21,17 +21,22 @@ SMALLEST_WIDTH = 2.0**-14  # of a calibrated range; float16's smallest normal nu
 def _as_rows(tiles: Array) -> Array:
     """`[batch, kv_heads, tokens, 1, head_dim]` -> `[batch, tokens, kv_heads · head_dim]`."""
     x = jnp.swapaxes(tiles[..., 0, :], 1, 2)
-    return x.reshape(*x.shape[:2], -1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
 def _as_heads(rows: Array, kv_heads: int) -> Array:
     """Inverse of `_as_rows`."""
-    return jnp.swapaxes(rows.reshape(*rows.shape[:2], kv_heads, -1), 1, 2)[..., None, :]
+    return jnp.swapaxes(rows.reshape(*rows.shape[:2], kv_heads, rows.shape[2] // kv_heads), 1, 2)[..., None, :]
 
 
-def _take_smallest(keys: Array, count: int) -> tuple[Array, Array]:
-    values, index = lax.top_k(-keys, count)
-    return -values, index
+def _bounds(constants: Mapping[str, Array]) -> tuple[Array, Array, Array, Array]:
+    """K's (lower, upper, center, radius), float32 `[kv_heads, 1, 1, head_dim]`, in float16's arithmetic."""
+
+    def half(x: Array) -> Array:
+        return saturate(x, jnp.float16).astype(jnp.float32)
+
+    low, high = (half(constants[name][:, None, None]) for name in ("lower", "upper"))
+    return low, high, half(high + low) / 2, half(high - low) / 2
 
 
 @dataclass(frozen=True)
@@ -117,15 +122,8 @@ class StaticKeys(_TableCodes):
         own = {"lower": ConstantSpec(shape), "upper": ConstantSpec(shape, above="lower")}
         return super().constants(kv_heads) | own
 
-    def _bounds(self, constants: Leaves) -> tuple[Array, Array, Array, Array]:
-        """(lower, upper, center, radius), float32 `[kv_heads, 1, 1, head_dim]`."""
-        lower, upper = (saturate(constants[name], jnp.float16)[:, None, None] for name in ("lower", "upper"))
-        low, high = lower.astype(jnp.float32), upper.astype(jnp.float32)
-        center, radius = (saturate(x, jnp.float16).astype(jnp.float32) / 2 for x in (high + low, high - low))
-        return low, high, center, radius
-
     def encode(self, tiles: Array, constants: Leaves) -> Leaves:
-        low, high, center, radius = self._bounds(constants)
+        low, high, center, radius = _bounds(constants)
         leaves = {"codes": self._code(tiles, center, radius, constants["lut"])}
         rows = _as_rows(tiles)
         entries = 2 * (self.an_end(rows.shape[-1]) if self.entries is None else self.entries)
@@ -136,7 +134,7 @@ class StaticKeys(_TableCodes):
         return leaves | self._side_store(rows, index, used=rank >= 0)
 
     def decode(self, leaves: Leaves, constants: Leaves) -> Array:
-        _, _, center, radius = self._bounds(constants)
+        _, _, center, radius = _bounds(constants)
         return self._expand(leaves, constants, center[..., 0, :], radius[..., 0, :])
 
 
@@ -157,8 +155,8 @@ class TokenValues(_TableCodes):
         count = self.an_end(rows.shape[-1])
         known = jnp.where(jnp.isnan(rows), jnp.inf, rows)  # what is not a number is at the upper end
         high, upper = lax.top_k(known, count + 1)
-        low, lower = _take_smallest(known, count + 1)
-        high, low = high[:, None, :, -1], low[:, None, :, -1]  # the first that is no outlier: the end of the range
+        low, lower = lax.top_k(-known, count + 1)
+        high, low = high[:, None, :, -1], -low[:, None, :, -1]  # the first that is no outlier: the end of the range
         center, radius = 0.5 * high + 0.5 * low, 0.5 * high - 0.5 * low  # halved first: no overflow
         leaves = {
             "codes": self._code(tiles, center[..., None, None], radius[..., None, None], constants["lut"]),
@@ -177,8 +175,9 @@ class TokenValues(_TableCodes):
 class KVQuant(Bits):
     """nuqX-1%: one table of 2^bits entries a layer and side, made by k-means weighted with the Fisher information. K
     has a calibrated range a channel and is stored before RoPE (after a key norm, where the model has one); V has a
-    range a token. The largest ⌊outliers/2 · C⌋ + 1 values of a token of C = kv_heads · head_dim channels and as many smallest
-    are kept in float16 (K: at most as many outliers, or 2 · `k_entries`); `outliers=0` keeps none.
+    range a token. The ⌊outliers/2 · C⌋ + 1 largest values of a token of C = kv_heads · head_dim channels and as many
+    smallest are kept in float16 (of K only what is out of range; `k_entries` instead of this number);
+    `outliers=0` keeps none.
 
     Bits a value, main store, n outliers at an end: bits + 2n(16 + 8)/C, the index 16 bits where C > 256; V besides
     2 · bits(scales)/C.
@@ -223,7 +222,7 @@ class KVQuant(Bits):
         width = np.maximum(np.abs(lower) * 2.0**-9, SMALLEST_WIDTH).astype(np.float32)
         upper = np.where(upper > lower, upper, lower + width)  # a channel that never moved
         bounds = {"lower": jnp.asarray(lower), "upper": jnp.asarray(upper)}
-        _, _, center, radius = (np.asarray(x)[None, :, 0] for x in self.sides(k.shape[-1])[0].quantizer._bounds(bounds))
+        _, _, center, radius = (np.asarray(x)[None, :, 0] for x in _bounds(bounds))
         low, high = np.quantile(v, ends, axis=(1, 3), keepdims=True).astype(np.float32)
         tables = self._tables("k", (k - center) / radius, k_fisher, self.key_bits)
         tables |= self._tables("v", (v - (high + low) / 2) / _nonzero((high - low) / 2), v_fisher, self.value_bits)
