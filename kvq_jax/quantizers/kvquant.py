@@ -15,6 +15,7 @@ from kvq_jax.quantizers.base import ConstantSpec, Leaves, Quantizer
 from kvq_jax.schemes import Bits, Side, Window, option, register
 
 MOST_CHANNELS = 2**15  # of a token over all heads: an index is an int16
+LARGEST_END = 65000  # of a calibrated range: float16 has numbers beyond it
 SMALLEST_WIDTH = 2.0**-14  # of a calibrated range; float16's smallest normal number
 
 
@@ -27,6 +28,15 @@ def _as_rows(tiles: Array) -> Array:
 def _as_heads(rows: Array, kv_heads: int) -> Array:
     """Inverse of `_as_rows`."""
     return jnp.swapaxes(rows.reshape(*rows.shape[:2], kv_heads, rows.shape[2] // kv_heads), 1, 2)[..., None, :]
+
+
+def _largest(keys: Array, count: int) -> tuple[Array, Array]:
+    """The `count` largest of the last axis and where they are; of equals, the ones of the lowest index.
+
+    Without the barrier XLA:CPU merges slices of the result into it, and then sorts whole rows, a hundred times slower.
+    """
+    values, index = lax.optimization_barrier(lax.top_k(keys, count))
+    return values, index
 
 
 def _bounds(constants: Mapping[str, Array]) -> tuple[Array, Array, Array, Array]:
@@ -130,7 +140,7 @@ class StaticKeys(_TableCodes):
         is_outlier = _as_rows(~((tiles >= low) & (tiles <= high)))
         excess = _as_rows(jnp.abs(tiles - center) / radius)
         excess = jnp.where(jnp.isnan(excess), jnp.inf, excess)
-        rank, index = lax.top_k(jnp.where(is_outlier, excess, -1.0), min(entries, rows.shape[-1]))
+        rank, index = _largest(jnp.where(is_outlier, excess, -1.0), min(entries, rows.shape[-1]))
         return leaves | self._side_store(rows, index, used=rank >= 0)
 
     def decode(self, leaves: Leaves, constants: Leaves) -> Array:
@@ -154,9 +164,9 @@ class TokenValues(_TableCodes):
         rows = _as_rows(tiles)
         count = self.an_end(rows.shape[-1])
         known = jnp.where(jnp.isnan(rows), jnp.inf, rows)  # what is not a number is at the upper end
-        high, upper = lax.top_k(known, count + 1)
-        low, lower = lax.top_k(-known, count + 1)
-        high, low = high[:, None, :, -1], -low[:, None, :, -1]  # the first that is no outlier: the end of the range
+        upper, lower = _largest(known, count + 1)[1], _largest(-known, count + 1)[1]
+        ends = (jnp.take_along_axis(rows, index[..., -1:], -1) for index in (upper, lower))  # the first no outliers
+        high, low = (end[:, None, :, 0] for end in ends)
         center, radius = 0.5 * high + 0.5 * low, 0.5 * high - 0.5 * low  # halved first: no overflow
         leaves = {
             "codes": self._code(tiles, center[..., None, None], radius[..., None, None], constants["lut"]),
@@ -201,10 +211,10 @@ class KVQuant(Bits):
             raise ValueError(f"kvquant: k_entries={self.k_entries} with outliers=0, which keeps none; drop one of them")
 
     def sides(self, head_dim: int) -> tuple[Side, Side]:
-        k = StaticKeys(head_dim, self.key_bits, self.outliers, self.qnorm, self.k_entries)
-        v = TokenValues(head_dim, self.value_bits, self.outliers, self.qnorm, self.scales)
         if head_dim < 8:
             raise ValueError(f"kvquant: head_dim={head_dim} is too short to have outliers; use 8 or more")
+        k = StaticKeys(head_dim, self.key_bits, self.outliers, self.qnorm, self.k_entries)
+        v = TokenValues(head_dim, self.value_bits, self.outliers, self.qnorm, self.scales)
         window = Window(recent=0, group=1)
         return Side(k, window, pre_rope=True), Side(v, window)
 
@@ -216,9 +226,14 @@ class KVQuant(Bits):
 
         Raises ValueError for samples that are not finite, or of which nothing is left."""
         k, v, k_fisher, v_fisher = (np.asarray(samples[name], np.float32) for name in self.captures)
+        for name, x in (("k", k), ("v", v)):
+            if not np.isfinite(x).all():
+                raise ValueError(f"kvquant: {name} has values that are not finite; check the model and the text")
         ends = (self.outliers / 2, 1 - self.outliers / 2)
         lower, upper = (x.astype(np.float32) for x in np.quantile(np.moveaxis(k, 1, 0), ends, axis=(1, 2)))
-        lower, upper = (np.clip(x, -65504, 65504).astype(np.float16).astype(np.float32) for x in (lower, upper))
+        lower, upper = (
+            np.clip(x, -LARGEST_END, LARGEST_END).astype(np.float16).astype(np.float32) for x in (lower, upper)
+        )
         width = np.maximum(np.abs(lower) * 2.0**-9, SMALLEST_WIDTH).astype(np.float32)
         upper = np.where(upper > lower, upper, lower + width)  # a channel that never moved
         bounds = {"lower": jnp.asarray(lower), "upper": jnp.asarray(upper)}
@@ -230,8 +245,6 @@ class KVQuant(Bits):
 
     def _tables(self, side: str, z: np.ndarray, fisher: np.ndarray, bits: int) -> dict[str, Array]:
         """`lut`, and `lut_out` with `qnorm`, of normalized values `[sequences, heads, tokens, head_dim]`."""
-        if not np.isfinite(z).all():
-            raise ValueError(f"kvquant: {side} has values that are not finite; check the model and the text")
         z, fisher = z[:, :, self.sink :], fisher[:, :, self.sink :]
         kept = np.abs(z) <= 1
         z = z[kept].astype(np.float64)
