@@ -36,25 +36,31 @@ def nbytes(cache: Cache | Sequence[Cache]) -> dict[str, int]:
 
 
 def bits_per_element(
-    scheme: str | Scheme, *, head_dim: int, tokens: int | None = None, dtype: DTypeLike = jnp.bfloat16
+    scheme: str | Scheme,
+    *,
+    head_dim: int,
+    kv_heads: int = 1,
+    tokens: int | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> dict[str, float]:
     """Bits per stored number, counted on the arrays: `k` and `v` of the main store, `store` their mean; with `tokens`,
-    `cache`: the whole cache of a row of that many tokens, with sink, window and bookkeeping."""
+    `cache`: the whole cache of a row of that many tokens, with sink, window and bookkeeping. `kv_heads` matters where
+    heads share what is stored (kvquant)."""
     policy = make_scheme(scheme)
+    needed = specs(policy, kv_heads, head_dim) if policy.needs_constants else {}
+    constants = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in needed.items()}
 
     def shape(capacity: int) -> Cache:
-        kwargs = {"batch": 1, "kv_heads": 1, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
-        needed = specs(policy, 1, head_dim) if policy.needs_constants else {}
-        constants = {name: jax.ShapeDtypeStruct(spec.shape, jnp.float32) for name, spec in needed.items()}
-        return jax.eval_shape(lambda arrays: init_cache(policy, constants=arrays or None, **kwargs), constants)  # type: ignore[call-overload]
+        size = {"batch": 1, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "dtype": dtype}
+        return jax.eval_shape(lambda arrays: init_cache(policy, constants=arrays or None, **size), constants)  # type: ignore[call-overload]
 
     sides = policy.resolve(head_dim)
     enough = policy.sink + max(side.window.recent for side in sides) + math.lcm(*(side.window.group for side in sides))
     bits = {}
     for name, side in zip("kv", shape(enough).sides, strict=True):
         size = sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in side.store.values())
-        bits[name] = 8 * size / (side.store_tokens * head_dim)
+        bits[name] = 8 * size / (side.store_tokens * kv_heads * head_dim)
     bits["store"] = (bits["k"] + bits["v"]) / 2
     if tokens is not None:
-        bits["cache"] = 8 * sum(nbytes(shape(tokens)).values()) / (2 * tokens * head_dim)
+        bits["cache"] = 8 * sum(nbytes(shape(tokens)).values()) / (2 * tokens * kv_heads * head_dim)
     return bits

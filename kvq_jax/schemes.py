@@ -58,6 +58,12 @@ class Side:
     rotate: bool = False  # by the Hadamard matrix
     pre_rope: bool = False  # keys as they were before RoPE, where the cache knows it
 
+    def __post_init__(self) -> None:
+        if self.rotate and self.pre_rope:
+            raise ValueError(
+                "a side is stored rotated by a Hadamard matrix or before RoPE, not both: they do not commute"
+            )
+
 
 def option(
     default: Any,

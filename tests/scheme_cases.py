@@ -94,6 +94,12 @@ CASES = [
     Case("ultra_tq:bits=4", (0.00876, 0.00968), (0.0191, 0.0211), (4.25, 4.125), (4.5, 4.25),
          small="ultra_tq:bits=4,recent=2"),
     Case("ultra_tq:k_bits=2,v_bits=3,layers_share=1.0", (0.105, 0.116), (0.0854, 0.0944), (2.25, 2.125), (3.5, 3.25)),
+    Case("kvquant:bits=3", (0.12, 0.132), (0.0365, 0.0404), (3.75, 3.375), (4.25, 3.625),
+         small="kvquant:bits=3"),
+    Case("kvquant:bits=2,outliers=0,sink=0", (0.326, 0.36), (0.56, 0.619), (2, 2), (2.5, 2.25)),
+    Case("kvquant:k_bits=2,v_bits=4,k_entries=3,scales=f32", (0.165, 0.182), (0.0092, 0.0102),
+         (4.25, 3.125), (5.75, 4.875),
+         small="kvquant:k_bits=2,v_bits=4,outliers=0.1,sink=3,recent=5,group=4"),
 ]
 # fmt: on
 
@@ -122,9 +128,19 @@ def refitted_book(scheme: kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str,
     return {"k_book": 1.1 * np.array(levels) / head_dim**0.5}  # the normal book, stretched as outliers want it
 
 
+def kvquant_tables(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.ndarray]:
+    """Ranges of `pinned`; tables that are not sorted, and hold 0."""
+    upper = np.full((kv_heads, head_dim), 0.9, np.float32)
+    upper[:, :: head_dim // 2] *= 6
+    halves = {"k": 2 ** (scheme.key_bits - 1), "v": 2 ** (scheme.value_bits - 1)}
+    tables = {f"{side}_lut": np.arange(-n, n, dtype=np.float32)[::-1] / n for side, n in halves.items()}
+    return tables | {"k_lower": -upper, "k_upper": upper}
+
+
 # Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer, or None.
 CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray] | None]] = {
     "fp8": fp8_constants,
+    "kvquant": kvquant_tables,
     "ultra_tq": refitted_book,
 }
 
@@ -140,6 +156,11 @@ def empty(spec: str | kvq.Scheme, x: Any, capacity: int | None = None, dtype: An
     batch, kv_heads, tokens, head_dim = x.shape
     shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity or tokens}
     return kvq.init_cache(spec, **shape, dtype=dtype, constants=constants(spec, kv_heads, head_dim))
+
+
+def heads_share(side: Any) -> bool:
+    """Whether something that is stored belongs to all heads of a token."""
+    return any(leaf.shape[1] < side.kv_heads for leaf in side.store.values())
 
 
 def assert_same(one: kvq.Cache, other: kvq.Cache) -> None:

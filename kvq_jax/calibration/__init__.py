@@ -1,0 +1,1 @@
+"""Calibration: what a scheme's constants are computed from, and how."""
