@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvq_jax.lloyd_max import fit_levels
+from kvq_jax.calibration.kmeans import weighted_kmeans
 from kvq_jax.quantizers.turboquant import Codebook, UniformRows, normalized
 from kvq_jax.schemes import Bits, Side, Window, option, register
 
@@ -42,8 +42,8 @@ class UltraTQ(Bits):
 
     def calibrate(self, samples: Mapping[str, Array]) -> dict[str, Array]:
         """The layer's own book, whatever its rank."""
-        y, _ = normalized(samples["k"])
-        return {"k_book": jnp.asarray(fit_levels(y, self._keys(y.shape[-1]).levels({})), jnp.float32)}
+        y = np.asarray(normalized(samples["k"])[0])
+        return {"k_book": jnp.asarray(weighted_kmeans(y, np.ones_like(y), 2**self.key_bits), jnp.float32)}
 
     def calibrate_layers(self, layers: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
         books, errors = [], []

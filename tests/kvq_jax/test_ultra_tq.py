@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvq_jax as kvq
-from kvq_jax.lloyd_max import fit_levels, gaussian_levels
+from kvq_jax.lloyd_max import gaussian_levels
 from kvq_jax.quantizers.turboquant import normalized
 
 D = 64
@@ -33,8 +33,10 @@ def test_a_layers_book_is_lloyd_and_maxs_of_its_normalized_keys() -> None:
     scheme = kvq.scheme("ultra_tq:bits=4")
     for samples in LAYERS:
         (book,) = scheme.calibrate(samples).values()
-        y = np.asarray(normalized(samples["k"])[0])
-        np.testing.assert_allclose(book, fit_levels(y, NORMAL), rtol=1e-6)
+        y = np.asarray(normalized(samples["k"])[0]).ravel()
+        nearest = np.abs(y[:, None] - np.asarray(book)).argmin(1)
+        means = [y[nearest == i].mean(dtype=np.float64) for i in range(16)]
+        np.testing.assert_allclose(book, means, rtol=1e-3, atol=1e-4)
         assert mse(samples["k"], book) < mse(samples["k"], NORMAL)
         twice = {"k": samples["k"] * 1000}  # the norm is not the book's business
         np.testing.assert_allclose(book, scheme.calibrate(twice)["k_book"], rtol=1e-4)
