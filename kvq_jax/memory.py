@@ -46,7 +46,6 @@ def bits_per_element(
     `cache`: the whole cache of a row of that many tokens, with sink, window and bookkeeping. `kv_heads` matters where
     heads share what is stored (kvquant)."""
     policy = make_scheme(scheme)
-
     wanted = specs(policy, kv_heads, head_dim)
 
     def shape(capacity: int) -> Cache:
