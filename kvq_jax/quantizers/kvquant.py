@@ -122,7 +122,8 @@ class StaticKeys(_TableCodes):
     arithmetic center = (upper + lower)/2, radius = (upper − lower)/2.
 
     x is an outlier where x < lower or x > upper (or x is NaN). Of these the `2 · entries` with the largest
-    |x − center|/radius of a token are stored (of equals, the one of the lowest index); the rest have an end's code.
+    |x − center|/radius of a token are stored (of equals, the one of the lowest index); the rest have an end's code. So
+    of a token with more NaNs than entries, as many NaNs as there are entries come back.
     """
 
     entries: int | None = None  # a token and end; None: `an_end`
@@ -224,7 +225,8 @@ class KVQuant(Bits):
         `sink` tokens of a sequence, weighted with the Fisher information. With `qnorm`, mean μ and deviation σ over the
         same values before (1) and after (2) rounding give lut_out = lut · σ₁/σ₂ + μ₁ − μ₂ · σ₁/σ₂.
 
-        Raises ValueError for samples that are not finite, or of which nothing is left."""
+        Raises ValueError for samples that are not finite, or of which nothing is left.
+        """
         k, v, k_fisher, v_fisher = (np.asarray(samples[name], np.float32) for name in self.captures)
         for name, x in (("k", k), ("v", v)):
             if not np.isfinite(x).all():
