@@ -39,14 +39,18 @@ def _largest(keys: Array, count: int) -> tuple[Array, Array]:
     return values, index
 
 
-def _bounds(constants: Mapping[str, Array]) -> tuple[Array, Array, Array, Array]:
-    """K's (lower, upper, center, radius), float32 `[kv_heads, 1, 1, head_dim]`, in float16's arithmetic."""
+def _bounds(constants: Mapping[str, Array], steps: int = 0) -> tuple[Array, Array, Array, Array]:
+    """K's (lower, upper, center, radius), float32 `[kv_heads, 1, 1, head_dim]`, in float16's arithmetic. steps: of a
+    uniform grid, whose arithmetic is another one."""
 
     def half(x: Array) -> Array:
         return saturate(x, jnp.float16).astype(jnp.float32)
 
     low, high = (half(constants[name][:, None, None]) for name in ("lower", "upper"))
-    return low, high, half(high + low) / 2, half(high - low) / 2
+    if not steps:
+        return low, high, half(high + low) / 2, half(high - low) / 2
+    per_unit = half(half(1 / half(high - low)) * steps)  # (code + low · per_unit) / per_unit, as the uniform variant
+    return low, high, (half(low * per_unit) + steps / 2) / per_unit, steps / 2 / per_unit
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,13 @@ class _TableCodes(Quantizer):
         outlier_index    uint8 (C ≤ 256) or int16, the same shape: head · head_dim + channel
 
     Values beyond the table's end that find no entry have the end's code. Constants: `lut` `[2^bits]` in [−1, 1], in any
-    order; with `qnorm` also `lut_out`, the table that is read, else that is `lut`.
+    order; with `qnorm` also `lut_out`, the table that is read, else that is `lut`. The uniform grid has neither: its
+    table is −1, …, 1 in 2^bits − 1 equal steps.
     """
 
     bits: int
     outliers: float
+    grid: str
     qnorm: bool
 
     def __post_init__(self) -> None:
@@ -78,7 +84,11 @@ class _TableCodes(Quantizer):
                 f"kvquant: kv_heads={kv_heads} of head_dim={self.head_dim} are {kv_heads * self.head_dim} channels a "
                 f"token; the index of an outlier reaches {MOST_CHANNELS}"
             )
-        return {name: ConstantSpec((2**self.bits,)) for name in ("lut", *(["lut_out"] if self.qnorm else []))}
+        names = {"nuq": ("lut", "lut_out") if self.qnorm else ("lut",), "int": ()}[self.grid]
+        return {name: ConstantSpec((2**self.bits,)) for name in names}
+
+    def table(self, constants: Leaves, name: str = "lut") -> Array:
+        return jnp.linspace(-1, 1, 2**self.bits) if self.grid == "int" else constants[name]
 
     def an_end(self, channels: int) -> int:
         """Outliers at each end of a token of C channels: ⌊outliers/2 · C⌋ + 1, as the deployed reference keeps."""
@@ -104,7 +114,7 @@ class _TableCodes(Quantizer):
         return {"outlier_values": values[:, None], "outlier_index": index[:, None]}
 
     def _expand(self, leaves: Leaves, constants: Leaves, center: Array, radius: Array) -> Array:
-        table = constants["lut_out" if self.qnorm else "lut"]
+        table = self.table(constants, "lut_out" if self.qnorm else "lut")
         codes = unpack(leaves["codes"], self.bits)
         x = (table[codes] * radius + center)[..., None, :]
         if "outlier_values" not in leaves:
@@ -121,6 +131,8 @@ class StaticKeys(_TableCodes):
     """K: a calibrated range a channel, constants `lower` < `upper` `[kv_heads, head_dim]`, with which in float16
     arithmetic center = (upper + lower)/2, radius = (upper − lower)/2.
 
+    The uniform grid (N steps) is that of r = 1/(upper − lower) · N: x̂ = (code + lower · r)/r.
+
     x is an outlier where x < lower or x > upper (or x is NaN). Of these the `2 · entries` with the largest
     |x − center|/radius of a token are stored (of equals, the one of the lowest index); the rest have an end's code. So
     of a token with more NaNs than entries, as many NaNs as there are entries come back.
@@ -134,8 +146,8 @@ class StaticKeys(_TableCodes):
         return super().constants(kv_heads) | own
 
     def encode(self, tiles: Array, constants: Leaves) -> Leaves:
-        low, high, center, radius = _bounds(constants)
-        leaves = {"codes": self._code(tiles, center, radius, constants["lut"])}
+        low, high, center, radius = self._bounds(constants)
+        leaves = {"codes": self._code(tiles, center, radius, self.table(constants))}
         rows = _as_rows(tiles)
         entries = 2 * (self.an_end(rows.shape[-1]) if self.entries is None else self.entries)
         is_outlier = _as_rows(~((tiles >= low) & (tiles <= high)))
@@ -145,8 +157,11 @@ class StaticKeys(_TableCodes):
         return leaves | self._side_store(rows, index, used=rank >= 0)
 
     def decode(self, leaves: Leaves, constants: Leaves) -> Array:
-        _, _, center, radius = _bounds(constants)
+        _, _, center, radius = self._bounds(constants)
         return self._expand(leaves, constants, center[..., 0, :], radius[..., 0, :])
+
+    def _bounds(self, constants: Leaves) -> tuple[Array, Array, Array, Array]:
+        return _bounds(constants, 2**self.bits - 1 if self.grid == "int" else 0)
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,7 @@ class TokenValues(_TableCodes):
         high, low = (end[:, None, :, 0] for end in ends)
         center, radius = 0.5 * high + 0.5 * low, 0.5 * high - 0.5 * low  # halved first: no overflow
         leaves = {
-            "codes": self._code(tiles, center[..., None, None], radius[..., None, None], constants["lut"]),
+            "codes": self._code(tiles, center[..., None, None], radius[..., None, None], self.table(constants)),
             "center": store(center, SCALE_DTYPES[self.scales][1]),
             "radius": store(radius, SCALE_DTYPES[self.scales][0]),
         }
@@ -202,20 +217,23 @@ class KVQuant(Bits):
     v_bits: int | None = option(None, kind=int, allowed=(2, 3, 4))
     outliers: float = option(0.01, minimum=0, maximum=0.5, about="part of the values outside the ranges")
     k_entries: int | None = option(None, kind=int, minimum=1, about="side-store entries of K, a token and end")
+    grid: str = option("nuq", allowed=("nuq", "int"), about="calibrated tables, or equal steps without any")
     qnorm: bool = option(False, about="read with tables that restore mean and deviation (for 2 bits)")
     scales: str = option("f16", allowed=("f16", "bf16", "f32"), about="of V's ranges")
     sink: int = option(1, minimum=0, about="first tokens, in full precision for good, and not calibrated on")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.qnorm and self.grid == "int":
+            raise ValueError("kvquant: qnorm=true with grid=int, which has no table to correct; drop one of them")
         if self.k_entries is not None and not self.outliers:
             raise ValueError(f"kvquant: k_entries={self.k_entries} with outliers=0, which keeps none; drop one of them")
 
     def sides(self, head_dim: int) -> tuple[Side, Side]:
         if head_dim < 8:
             raise ValueError(f"kvquant: head_dim={head_dim} is too short to have outliers; use 8 or more")
-        k = StaticKeys(head_dim, self.key_bits, self.outliers, self.qnorm, self.k_entries)
-        v = TokenValues(head_dim, self.value_bits, self.outliers, self.qnorm, self.scales)
+        k = StaticKeys(head_dim, self.key_bits, self.outliers, self.grid, self.qnorm, self.k_entries)
+        v = TokenValues(head_dim, self.value_bits, self.outliers, self.grid, self.qnorm, self.scales)
         window = Window(recent=0, group=1)
         return Side(k, window, pre_rope=True), Side(v, window)
 
@@ -239,11 +257,14 @@ class KVQuant(Bits):
         width = np.maximum(np.abs(lower) * 2.0**-9, SMALLEST_WIDTH).astype(np.float32)
         upper = np.where(upper > lower, upper, lower + width)  # a channel that never moved
         bounds = {"lower": jnp.asarray(lower), "upper": jnp.asarray(upper)}
+        ranges = {f"k_{name}": x for name, x in bounds.items()}
+        if self.grid == "int":
+            return ranges
         _, _, center, radius = (np.asarray(x)[None, :, 0] for x in _bounds(bounds))
         low, high = np.quantile(v, ends, axis=(1, 3), keepdims=True).astype(np.float32)
         tables = self._tables("k", (k - center) / radius, k_fisher, self.key_bits)
         tables |= self._tables("v", (v - (high + low) / 2) / _nonzero((high - low) / 2), v_fisher, self.value_bits)
-        return {"k_lower": bounds["lower"], "k_upper": bounds["upper"]} | tables
+        return ranges | tables
 
     def _tables(self, side: str, z: np.ndarray, fisher: np.ndarray, bits: int) -> dict[str, Array]:
         """`lut`, and `lut_out` with `qnorm`, of normalized values `[sequences, heads, tokens, head_dim]`."""

@@ -35,11 +35,12 @@ def both(golden: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     bounds = {
         f"k_{n}": np.broadcast_to(x, (HEADS * D)).reshape(HEADS, D) for n, x in (("lower", lower), ("upper", upper))
     }
-    return bounds | {"k_lut": golden["lut"], "v_lut": golden["lut"]}
+    return bounds | ({"k_lut": golden["lut"], "v_lut": golden["lut"]} if "lut" in golden else {})
 
 
 def spec(golden: dict[str, np.ndarray], sink: int = 0, entries: int = 24) -> str:
-    return f"kvquant:bits={golden['bits']},scales=f32,sink={sink},k_entries={entries}"
+    grid = "nuq" if "lut" in golden else "int"
+    return f"kvquant:bits={golden['bits']},grid={grid},scales=f32,sink={sink},k_entries={entries}"
 
 
 def filled(golden: dict[str, np.ndarray], scheme: str) -> kvq.Cache:
@@ -62,7 +63,7 @@ def side_store(cache: kvq.Cache, side: str) -> tuple[np.ndarray, np.ndarray]:
     return mask, dense
 
 
-@pytest.mark.parametrize("name", ["nuq2_k", "nuq3_k", "nuq3_v", "nuq4_v"])
+@pytest.mark.parametrize("name", ["nuq2_k", "nuq3_k", "nuq3_v", "nuq4_v", "int3_k"])
 def test_values_are_the_originals_bit_for_bit(name: str) -> None:
     golden = load(name)
     x = as_heads(golden["x"])
