@@ -65,8 +65,8 @@ def log2_rounded(bits: Array, factor: Array | float, rounds_up_from: int) -> tup
 def _midpoints(byte: Array) -> list[Array]:
     """Bits of the seven midpoints of E2M1's grid times 2^(byte − 127); beyond float32's range they exceed infinity."""
     found = []
-    for midpoint in np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]):
-        exponent, mantissa = divmod(int(midpoint.view(np.uint32)), _HIDDEN)
+    for bits in np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32).view(np.uint32):
+        exponent, mantissa = divmod(int(bits), _HIDDEN)
         field = byte.astype(jnp.int32) + (exponent - 127)
         normal = field.astype(jnp.uint32) << 23 | mantissa
         denormal = (_HIDDEN | mantissa) >> jnp.clip(1 - field, 0, 31).astype(jnp.uint32)  # exact: few bits are set

@@ -31,11 +31,12 @@ def stored(spec: str, k: np.ndarray, v: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["d64", "d64_x001", "d128", "d256"])
-@pytest.mark.parametrize("c", CONSTANTS)
-def test_every_byte_of_a_slot(name: str, c: str) -> None:
+@pytest.mark.parametrize(("c", "dtype"), [*((c, jnp.float32) for c in CONSTANTS), ("0.156", jnp.bfloat16)])
+def test_every_byte_of_a_slot(name: str, c: str, dtype) -> None:
     golden = load(f"uq_codec_{name}")
-    k, v = (np.moveaxis(golden[side], 1, 0)[None] for side in "kv")
-    slot = np.asarray(slots(stored(f"ultraquant:c={c}", k, v)))
+    k, v = (np.moveaxis(golden[side], 1, 0)[None] for side in "kv")  # numbers of bfloat16
+    cache = empty(f"ultraquant:c={c}", k, dtype=dtype)
+    slot = np.asarray(slots(kvq.stored(kvq.append(cache, jnp.asarray(k, dtype), v))))
     want = golden["slot" if c == "0.156" else f"slot_c{c}"]
     assert slot.shape[-1] == want.shape[-1] == 2 * 17 * k.shape[-1] // 32
     np.testing.assert_array_equal(np.moveaxis(slot[0], 0, 1), want)
