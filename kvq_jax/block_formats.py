@@ -38,7 +38,7 @@ def magnitude(x: Array) -> Array:
 
 def largest(x: Array) -> Array:
     """Bits of the largest |x| over the last axis, uint32 (see `magnitude`); what is not finite wins."""
-    return magnitude(x).max(-1)
+    return magnitude(x).astype(jnp.int32).max(-1).astype(jnp.uint32)  # CPUs have no fast maximum of unsigned numbers
 
 
 def is_finite(bits: Array) -> Array:

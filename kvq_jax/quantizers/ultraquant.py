@@ -43,7 +43,8 @@ class UltraBlocks(Blocks):
         exponent, vanishes = log2_rounded(most, c, ROUNDINGS[self.rounding])
         byte = jnp.where(is_finite(most) & ~vanishes, jnp.clip(exponent + 127, 1, 254), 0)
         codes = e2m1_codes(blocks, byte[..., None], ties_to_even=False)
-        return jnp.where(byte[..., None] > 0, codes, 0).astype(jnp.uint8), byte.astype(jnp.uint8)
+        codes &= jnp.where(byte > 0, 15, 0).astype(jnp.uint8)[..., None]
+        return codes, byte.astype(jnp.uint8)
 
     def values(self, codes: Array) -> Array:
         return e2m1(codes)
