@@ -5,7 +5,8 @@
 One online softmax (float32) runs over all parts, so nothing is concatenated and no more than one read tile is ever
 decoded. The cached parts are read in the basis they are stored in: q is rotated once, the output rotated back once.
 
-`reference` reads the whole cache and computes the formula as it stands; `xla` is the tiled path and the default.
+`reference` reads the whole cache and computes the formula as it stands, in float32 but for the rounding of the query
+that a scheme may ask for (`Quantizer.query`); `xla` is the tiled path and the default.
 """
 
 import dataclasses
@@ -277,6 +278,15 @@ _tiled_differentiable.defvjp(_forward, _backward)
 _tiled_compiled = jax.jit(_tiled_differentiable, static_argnums=0)
 
 
+def _query_of_store(cache: Cache, q: Array) -> Array:
+    """q as the store's keys meet it, in the original basis: q itself where nothing rounds it."""
+    side = cache.k.side
+    basis = hadamard if side.rotate else lambda x: x.astype(jnp.float32)
+    rotated = basis(q)
+    rounded = side.quantizer.query(rotated)
+    return q if rounded is rotated else basis(rounded)
+
+
 def _reference(
     call: _Call,
     q: Array,
@@ -306,7 +316,13 @@ def _reference(
     seen = jnp.concatenate(exists, 1)[:, None, :] & (distance >= 0)
     if call.sliding_window is not None:
         seen &= distance < call.sliding_window
-    scores = jnp.where(seen[:, None], dot(q, jnp.swapaxes(k, -1, -2)) * call.scale, -jnp.inf)
+    scores = dot(q, jnp.swapaxes(k, -1, -2))
+    rounded = q if cache is None else _query_of_store(cache, q)
+    if cache is not None and rounded is not q:
+        after_sink = jnp.arange(k.shape[2]) - cache.scheme.sink
+        stored = (after_sink >= 0) & (after_sink < cache.k.flushed[:, None])
+        scores = jnp.where(stored[:, None, None], dot(rounded, jnp.swapaxes(k, -1, -2)), scores)
+    scores = jnp.where(seen[:, None], scores * call.scale, -jnp.inf)
     extra = jnp.full((batch, q.shape[1], q.shape[2], 1), -jnp.inf)
     if sinks is not None:
         extra = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, None], extra.shape)

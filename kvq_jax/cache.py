@@ -150,7 +150,8 @@ def init_cache(
 ) -> Cache | tuple[Cache, ...]:
     """An empty cache for rows of up to `capacity` tokens; with `layers`, one a layer, by the scheme's layer policy.
 
-    Sink and window are kept in `dtype`, and the values that get quantized are those of `dtype`. Memory is allocated
+    Sink and window are kept in `dtype`, and the values that get quantized are those of `dtype` (rotated ones
+    too, unless no token ever waits in the window: then the rotation is not rounded again). Memory is allocated
     once, here. `constants` are what calibration found: `Constants`, or a mapping of arrays (`k_lut`, `v_c`, ...), with
     a leading axis of layers where `layers` is given. `rope` is what has been applied to the keys that will come; a
     scheme that stores keys before RoPE takes it back, and applies it again when they are read.
@@ -256,18 +257,20 @@ def _rewritten(cache: SideCache, rows: Array) -> Leaves:
 
 
 def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Array) -> SideCache:
-    """Append the first `count` tokens of x `[batch, kv_heads, n, head_dim]` (stored basis and dtype) to each row."""
+    """Append the first `count` tokens of x `[batch, kv_heads, n, head_dim]` (`_as_quantized`) to each row."""
     window, quantizer, n = cache.side.window, cache.side.quantizer, x.shape[2]
     x = tokens_where(jnp.arange(n) < count[:, None], x)
     sink_tokens = cache.sink
     waiting = jnp.maximum(length - sink, 0) - cache.flushed
     if sink:
         # Tokens that find the sink full land beyond it, in the part that is cut off again.
-        sink_tokens = _put_tokens(_pad(sink_tokens, n), x, jnp.minimum(length, sink))[:, :, :sink]
+        kept = saturate(x, sink_tokens.dtype)
+        sink_tokens = _put_tokens(_pad(sink_tokens, n), kept, jnp.minimum(length, sink))[:, :, :sink]
         into_sink = jnp.clip(sink - length, 0, n)
         x = take_tokens(_pad(x, n), into_sink, n)
         count = jnp.maximum(count - into_sink, 0)
-    waiting_tokens = _put_tokens(_pad(cache.window, n + window.size), x, waiting)  # room to slice off what is left
+    old = cache.window.astype(x.dtype)
+    waiting_tokens = _put_tokens(_pad(old, n + window.size), x, waiting)  # room to slice off what is left
     waiting = waiting + count
     store, flushed = cache.store, window.flushes(waiting, length)
     most = window.most(n)  # tokens that one append can flush
@@ -287,7 +290,7 @@ def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Ar
             for name, leaf in store.items()
         }
     left = take_tokens(waiting_tokens, flushed, window.size)
-    left = tokens_where(jnp.arange(window.size) < (waiting - flushed)[:, None], left)
+    left = tokens_where(jnp.arange(window.size) < (waiting - flushed)[:, None], left).astype(cache.window.dtype)
     return dataclasses.replace(cache, sink=sink_tokens, window=left, store=store, flushed=cache.flushed + flushed)
 
 
@@ -297,6 +300,15 @@ def to_stored_basis(side: Side, x: Array, dtype: DTypeLike, rope: Rope | None, p
     if side.pre_rope and rope is not None:
         x = rope.apply(x, position, inverse=True)
     return saturate(hadamard(x) if side.rotate else x, dtype)
+
+
+def _as_quantized(cache: Cache, side: Side, x: Array) -> Array:
+    """The new tokens x as they will be quantized: in the stored basis, as the window holds them. Where no token ever
+    waits there is nothing to round the rotated token for: it is that of `dtype`, rotated in float32."""
+    position = cache.length[:, None] + jnp.arange(x.shape[2])
+    if side.window.size:
+        return to_stored_basis(side, x, cache.dtype, cache.rope, position)
+    return to_stored_basis(side, saturate(x, cache.dtype), jnp.float32, cache.rope, position)
 
 
 def without_constants(cache: Cache) -> Cache:
@@ -363,10 +375,9 @@ def append(cache: Cache, k: Array, v: Array, *, valid: Array | None = None) -> C
 
 @jax.jit
 def _append(cache: Cache, k: Array, v: Array, count: Array) -> Cache:
-    position = cache.length[:, None] + jnp.arange(k.shape[2])
     sides = []
     for side, x in ((cache.k, k), (cache.v, v)):
-        x = to_stored_basis(side.side, x, cache.dtype, cache.rope, position)
+        x = _as_quantized(cache, side.side, x)
         sides.append(_append_side(side, x, cache.scheme.sink, cache.length, count))
     return dataclasses.replace(cache, k=sides[0], v=sides[1], length=cache.length + count)
 

@@ -20,6 +20,8 @@ def saturate(x: Array, dtype: DTypeLike) -> Array:
 
     Saturation matters: a scale of 1e30 is infinite in float16, and infinity times a code of 0 is NaN.
     """
+    if jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
+        return x.astype(dtype)  # nothing to saturate, and min and max would take a denormal for zero on some backends
     largest = np.float32(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
 

@@ -104,6 +104,7 @@ class Scheme(abc.ABC):
     summary: ClassVar[str] = ""
     quantizes: ClassVar[bool] = True
     needs_constants: ClassVar[bool] = False  # no calibration, no cache
+    shows_nan: ClassVar[bool] = True  # a stored token with NaN in it reads back with NaN
     captures: ClassVar[tuple[str, ...]] = ()  # what `calibrate` reads, of k, v, q, k_fisher, v_fisher
 
     sink: int = option(0, minimum=0, about="first tokens, in full precision for good")
@@ -281,7 +282,7 @@ def scheme(spec: str | Scheme, **fields: Any) -> Scheme:
         if key in given:
             raise ValueError(f"{name}: {key} is given twice")
         given[key] = _parse(cls, key, text)
-        if given[key] != fields.get(key, given[key]):
+        if key in fields and given[key] != fields[key]:
             raise ValueError(f"{name}: {key} is both {given[key]} and {fields[key]}; give one")
     return _build(cls, given | fields)
 
