@@ -155,7 +155,7 @@ def test_requirement_12_senseless_constants_are_refused_on_use_save_and_load(
 
 
 def test_requirement_12_there_is_no_default_where_constants_are_needed() -> None:
-    with pytest.raises(ValueError, match="scaled needs constants.*experiments.calibrate --method=scaled:levels=255 "):
+    with pytest.raises(ValueError, match=r"scaled needs constants.*experiments\.calibrate --method=scaled:levels=255 "):
         cache(None)
     assert len(cache(None, "bf16")) == LAYERS
     with pytest.raises(ValueError, match="bf16 takes no constants"):
@@ -195,7 +195,7 @@ def test_constants_of_something_else_are_refused_by_name(tmp_path: Path) -> None
 
 
 def test_what_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such folder; make them with python -m experiments.calibrate"):
+    with pytest.raises(ValueError, match=r"no such folder; make them with python -m experiments\.calibrate"):
         kvq.load_constants(tmp_path / "nowhere", "scaled:")
     assert not (tmp_path / "nowhere").exists()
     with pytest.raises(ValueError, match="no complete checkpoint"):
@@ -211,7 +211,7 @@ def test_what_is_not_there_is_an_error_that_says_what_to_do(tmp_path: Path) -> N
 def test_damage_is_one_line_or_harmless(damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     kvq.save_constants(tmp_path / "c", constants())
     files = [path for path in sorted((tmp_path / "c").rglob("*")) if path.is_file()]
-    refused = 0
+    refused: list[str] = []
     for file in files:
         content = file.read_bytes()
         if damage == "removed":
@@ -226,13 +226,14 @@ def test_damage_is_one_line_or_harmless(damage: str, tmp_path: Path, capfd: pyte
         try:
             loaded = kvq.load_constants(tmp_path / "c", "scaled:", model_digest="m1")
         except ValueError as error:
-            assert "\n" not in str(error)
-            assert f"{tmp_path / 'c'}" in str(error)
-            refused += 1
+            refused.append(str(error))
         else:  # what the file said was of no consequence
             assert loaded.digest == constants().digest
         file.write_bytes(content)
-    assert refused >= 3
+    assert len(refused) >= 3
+    for message in refused:
+        assert "\n" not in message
+        assert str(tmp_path / "c") in message
     kvq.load_constants(tmp_path / "c", "scaled:")
     assert "Traceback" not in capfd.readouterr().err
 
@@ -270,8 +271,9 @@ import jax, kvq_jax as kvq
 from jax.sharding import NamedSharding, PartitionSpec as P
 assert len(jax.devices()) == 4
 mesh = jax.make_mesh((4,), ("x",))
-split = {name: jax.device_put(x, NamedSharding(mesh, P(None, "x"))) for name, x in t.arrays().items() if "scale" not in name}
-kvq.save_constants(sys.argv[1], t.constants(arrays=t.arrays() | split))
+split = NamedSharding(mesh, P(None, "x"))
+arrays = {name: x if "scale" in name else jax.device_put(x, split) for name, x in t.arrays().items()}
+kvq.save_constants(sys.argv[1], t.constants(arrays=arrays))
 print(kvq.load_constants(sys.argv[1], "scaled:").digest)
 """
     assert child(program, tmp_path / "c", devices=4).split() == [constants().digest]
@@ -288,7 +290,7 @@ import kvq_jax as kvq
 import orbax.checkpoint  # before the fork: no thread is running yet
 
 v1, where = Path(sys.argv[1]), Path(sys.argv[2])
-FILES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.utime", "os.scandir", "shutil.rmtree")
+FILES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.scandir", "shutil.rmtree")
 
 def save_until(n, path):
     seen = 0
