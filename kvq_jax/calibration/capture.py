@@ -142,14 +142,15 @@ def capture(
             "that away, or scan through attend.scan (docs/embedding.md)"
         ) from None
     layers: list[dict[str, np.ndarray]] = []
-    for run, found in zip(runs, of_runs, strict=True):
-        arrays = {name: np.asarray(x)[..., 0, :, : len(tokens), :] for name, x in found.items()}
+    for run, own in zip(runs, of_runs, strict=True):
+        arrays = {name: np.asarray(x)[..., 0, :, : len(tokens), :] for name, x in own.items()}
         layers += [{name: x if run.stacked is None else x[i] for name, x in arrays.items()} for i in range(run.layers)]
-    for name in sorted(names, key=len):  # the gradients last: one bad number makes all of them bad
-        for i, arrays in enumerate(layers):
-            if not np.isfinite(arrays[name]).all():
-                raise ValueError(
-                    f"the model's {name} of layer {i} is not finite, so nothing can be calibrated; check the "
-                    "checkpoint, or load it in float32"
-                )
-    return {f"{i}.{name}": x for i, arrays in enumerate(layers) for name, x in arrays.items()}
+    found = {f"{i}.{name}": x for i, arrays in enumerate(layers) for name, x in arrays.items()}
+    for name in sorted(found, key=lambda name: "fisher" in name):  # one bad number makes every gradient bad
+        if not np.isfinite(found[name]).all():
+            layer, what = name.split(".")
+            raise ValueError(
+                f"the model's {what} of layer {layer} is not finite, so nothing can be calibrated; check the "
+                "checkpoint, or load it in float32"
+            )
+    return found
