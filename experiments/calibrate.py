@@ -32,8 +32,6 @@ BINARY = "calibrate"
 for one in (common.METHOD, common.MODEL, common.TEXT, common.TEXT_START, common.NUM_TOKENS, common.BATCH, common.DTYPE):
     flags.declare_key_flag(one.name)
 flags.declare_key_flag(common.OUT.name)
-flags.set_default(common.NUM_TOKENS, 2048)
-flags.set_default(common.BATCH, 16)
 OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace the constants in --out that were made with other settings.")
 
 
@@ -203,4 +201,6 @@ def compute(given: Inputs, out: Path, settings: dict[str, Any]) -> kvq.Constants
 
 
 if __name__ == "__main__":
+    flags.set_default(common.NUM_TOKENS, 2048)  # of this program, not of whoever imports it beside another binary
+    flags.set_default(common.BATCH, 16)
     common.main(body)
