@@ -15,6 +15,8 @@ from scheme_cases import compiles
 import kvq_jax as kvq
 from kvq_jax import schemes
 from kvq_jax.calibration import calibrate as module
+from kvq_jax.calibration.capture import _capture
+from kvq_jax.layers import plan_layers
 from kvq_jax.quantizers.base import ConstantSpec, Leaves, Quantizer
 from kvq_jax.schemes import Scheme, Side, Window, option, register
 
@@ -234,6 +236,26 @@ def test_requirement_14_pure_cheap_and_of_the_weights_that_are_given() -> None:
         "halves:protect=1", batch=1, kv_heads=KV, head_dim=D, capacity=4, layers=LAYERS, constants=again
     )
     np.testing.assert_array_equal(caches[1].k.constants["scale"], first.arrays["k_scale"][1])
+
+
+def test_the_scores_of_one_layer_exist_at_a_time() -> None:
+    tokens, scheme = 768, kvq.scheme("halves:")  # more than one tile of keys, so that gradients are kept tile by tile
+    scores = 4 * HEADS * tokens * 1024  # bytes
+
+    def temporaries(layers: int) -> int:
+        def few(params: Any, tokens: Any, positions: Any, attend: Any) -> Any:
+            x = params["embed"][tokens]
+            for _ in range(layers):
+                x = layer(x, {name: w[0] for name, w in params["layers"].items()}, attend, positions)
+            return x @ params["embed"].T
+
+        model = jax.tree_util.Partial(few, weights())
+        runs = plan_layers(model, scheme, 1, tokens, jnp.float32)
+        ids, how = jnp.zeros((1, tokens), jnp.int32), {"static_forward": None, "scheme": scheme, "runs": runs}
+        compiled = _capture.lower(model, ids, jnp.int32(tokens), names=EVERYTHING, **how).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    assert temporaries(9) - temporaries(3) < 2 * scores  # six layers more
 
 
 class Stop(Exception):
