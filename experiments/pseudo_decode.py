@@ -55,6 +55,7 @@ class Inputs:
     model: models.Model
     tokens: np.ndarray  # int32 [batch, num_tokens]
     methods: dict[str, kvq.Scheme]  # by the spec as it was typed
+    constants: dict[str, kvq.Constants]  # by `Scheme.calibrated`
     blocks: tuple[int, ...]
     regimes: tuple[str, ...]
     implementation: str
@@ -75,8 +76,9 @@ def load_inputs() -> Inputs:
     blocks = tuple(dict.fromkeys(BLOCK_SIZE.value))
     model = inputs.load_model(blocks)
     tokens = inputs.windows(model)
-    inputs.check_methods(methods.values(), model, blocks)
-    return Inputs(model, tokens, methods, blocks, tuple(dict.fromkeys(REGIME.value)), implementation)
+    constants = inputs.load_constants(methods.values(), model)
+    inputs.check_methods(methods.values(), model, blocks, constants)
+    return Inputs(model, tokens, methods, constants, blocks, tuple(dict.fromkeys(REGIME.value)), implementation)
 
 
 def determines(given: Inputs) -> dict[str, Any]:
@@ -85,6 +87,7 @@ def determines(given: Inputs) -> dict[str, Any]:
     return {
         "model_digest": given.model.digest,
         "text_digest": inputs.digest(given.tokens),
+        "constants_digest": {spec: one.digest for spec, one in sorted(given.constants.items())} or None,
         "num_tokens": common.NUM_TOKENS.value,
         "batch": common.BATCH.value,
         "dtype": common.DTYPE.value,
@@ -103,6 +106,7 @@ def determines(given: Inputs) -> dict[str, Any]:
 def measure(given: Inputs, label: str, block: int, title: str) -> list[run.Row]:
     """One unit of work: the reference and every regime of one method at one block size, side by side."""
     scheme, tokens = given.methods[label], jnp.asarray(given.tokens)
+    constants = given.constants.get(scheme.calibrated())
     start = time.perf_counter()
 
     def compute() -> list[run.Row]:
@@ -112,6 +116,7 @@ def measure(given: Inputs, label: str, block: int, title: str) -> list[run.Row]:
             scheme=scheme,
             block=block,
             regimes=given.regimes,
+            constants=constants,
             dtype=common.DTYPE.value,
             implementation=given.implementation,
             progress=progress,
@@ -141,6 +146,7 @@ def measure(given: Inputs, label: str, block: int, title: str) -> list[run.Row]:
         "model_digest": given.model.digest,
         "text": common.TEXT.value,
         "text_digest": inputs.digest(given.tokens),
+        "constants_digest": None if constants is None else constants.digest,
         "seed": common.SEED.value,
         "dtype": common.DTYPE.value,
         "device": environment.device(),

@@ -10,6 +10,7 @@ from kvq_jax.cache import (
     read,
     roundtrip,
 )
+from kvq_jax.calibration.calibrate import calibrate
 from kvq_jax.constants import Constants, load_constants, save_constants
 from kvq_jax.memory import bits_per_element, nbytes, stored
 from kvq_jax.protocol import Attend, LazyLogits
@@ -31,6 +32,7 @@ __all__ = [
     "append",
     "attend",
     "bits_per_element",
+    "calibrate",
     "hadamard",
     "init_cache",
     "lengths",

@@ -10,6 +10,8 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +53,11 @@ class Constants:
 
     @property
     def layers(self) -> int:
-        return int(next(iter(self.arrays.values())).shape[0])
+        """The leading axis of the arrays. Raises ValueError where they have none."""
+        for x in self.arrays.values():
+            if np.ndim(x):
+                return int(np.shape(x)[0])
+        raise ValueError(f"constants of {self.scheme} hold no array with a leading axis of layers")
 
     @property
     def digest(self) -> str:
@@ -66,13 +72,25 @@ class Constants:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "arrays"}
         return fields | {"versions": dict(self.versions), "layers": self.layers}
 
-    def check(self, scheme: str | Scheme, *, layers: int | None = None, model_digest: str | None = None) -> None:
-        """Raise ValueError unless these are constants of this scheme (and number of layers, and model)."""
+    def check(
+        self,
+        scheme: str | Scheme,
+        *,
+        layers: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        model_digest: str | None = None,
+    ) -> None:
+        """Raise ValueError unless these are sensible constants of this scheme (and size, and model)."""
         wanted = make_scheme(scheme)
         if self.scheme != wanted.calibrated():
             raise ValueError(f"constants of {self.scheme} were given to {wanted.calibrated()}; calibrate that scheme")
-        if layers is not None and self.layers != layers:
-            raise ValueError(f"constants of {self.layers} layers were given to a model of {layers}")
+        sizes = {"layers": (self.layers, layers), "KV heads": (self.kv_heads, kv_heads)}
+        for name, (own, other) in (sizes | {"channels a head": (self.head_dim, head_dim)}).items():
+            if other is not None and own != other:
+                raise ValueError(
+                    f"{self.scheme}: constants of {own} {name} were given to a model of {other}; calibrate this model"
+                )
         if model_digest is not None and self.model_digest != model_digest:
             raise ValueError(
                 f"constants of the model with digest {self.model_digest or '(none)'} were given to the model with "
@@ -114,12 +132,12 @@ def check_arrays(
                 raise ValueError(f"{scheme.name} needs the constant {name!r}, which is missing")
             continue
         x = arrays[name]
-        shape = (spec.shape if layers is None else (layers, *spec.shape),)
-        if tuple(np.shape(x)) != shape[0]:
+        shape = spec.shape if layers is None else (layers, *spec.shape)
+        if tuple(np.shape(x)) != shape:
             axes = "" if layers is None else f" ({layers} layers first)"
             raise ValueError(
                 f"{scheme.name}: {name} has shape {tuple(np.shape(x))}; a model with {kv_heads} KV heads of {head_dim} "
-                f"channels needs {shape[0]}{axes}"
+                f"channels needs {shape}{axes}"
             )
         if isinstance(x, jax.core.Tracer):
             continue
@@ -134,11 +152,13 @@ def check_arrays(
             raise ValueError(f"{scheme.name}: {name} is not above {spec.above} everywhere; calibrate again")
 
 
-def _missing(scheme: Scheme) -> ValueError:
+def missing(scheme: Scheme, *, model: str = "…", text: str = "…") -> ValueError:
+    """The error where a scheme needs constants and has none: it says how to make them."""
+    command = shlex.join(["python", "-m", "experiments.calibrate", f"--method={scheme.calibrated()}"])
     return ValueError(
-        f"{scheme.name} needs constants, and has no default for them; make them with\n"
-        f"  python -m experiments.calibrate --method={scheme.calibrated()} --model=… --text=… --out=DIR\n"
-        "and pass kvq.load_constants(DIR, scheme), or --constants=DIR"
+        f"{scheme.name} needs constants, and has no default for them; make them with `{command} "
+        f"--model={shlex.quote(model)} --text={shlex.quote(text)} --out=DIR`, then pass --constants=DIR, or in Python "
+        "constants=kvq.load_constants(DIR, scheme)"
     )
 
 
@@ -149,9 +169,10 @@ def per_layer(
     if given is None:
         return [None] * layers
     if isinstance(given, Constants):
-        given.check(scheme, layers=layers)
+        given.check(scheme, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         given = given.arrays
-    check_arrays(scheme, given, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    else:
+        check_arrays(scheme, given, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
     return [{name: x[i] for name, x in given.items()} for i in range(layers)]
 
 
@@ -159,10 +180,10 @@ def of_one_layer(scheme: Scheme, given: Given, *, kv_heads: int, head_dim: int) 
     """K's and V's constants of one layer, float32, by the quantizers' names."""
     if given is None:
         if scheme.needs_constants:
-            raise _missing(scheme)
+            raise missing(scheme)
         return {}, {}
     if isinstance(given, Constants):
-        given.check(scheme, layers=1)
+        given.check(scheme, layers=1, kv_heads=kv_heads, head_dim=head_dim)
         given = {name: x[0] for name, x in given.arrays.items()}
     check_arrays(scheme, given, layers=None, kv_heads=kv_heads, head_dim=head_dim)
     sides: list[Leaves] = [
@@ -175,41 +196,59 @@ def of_one_layer(scheme: Scheme, given: Given, *, kv_heads: int, head_dim: int) 
 def save_constants(path: str | Path, constants: Constants) -> None:
     """Save with Orbax, as another step of the checkpoint at `path`; the earlier one goes when this one is complete, so
     that a kill at any moment leaves one that loads. Raises ValueError for constants that could not be used."""
-    import orbax.checkpoint as ocp  # slow to import, and needed by none of the functions over arrays
-
     constants.check(constants.scheme)
     arrays = {name: np.asarray(x, np.float32) for name, x in constants.arrays.items()}
-    about = constants.about() | {"digest": constants.digest}
-    with ocp.CheckpointManager(Path(path).absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
+    shapes = {name: x.shape for name, x in arrays.items()}
+    about = constants.about() | {"digest": constants.digest, "shapes": shapes}
+    # One array: where several are damaged, the event loop that reads them prints tracebacks of its own.
+    values = np.concatenate([x.ravel() for x in arrays.values()])
+    with _manager(path, max_to_keep=1, cleanup_tmp_directories=True) as manager:
         step = (manager.latest_step() or 0) + 1
-        manager.save(
-            step, args=ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about))
-        )
+        manager.save(step, args=_items("Save", ({"values": values},), (about,)))
         manager.wait_until_finished()
 
 
-def load_constants(path: str | Path, scheme: str | Scheme, *, model_digest: str | None = None) -> Constants:
-    """What `save_constants` saved. Raises ValueError if it is not there, not whole, or of another scheme or model."""
-    import orbax.checkpoint as ocp
-
-    where = Path(path).absolute()
-    if not where.is_dir():
+def load_constants(
+    path: str | Path, scheme: str | Scheme | None = None, *, model_digest: str | None = None
+) -> Constants:
+    """What `save_constants` saved; without `scheme`, of whichever scheme that is. Raises ValueError if it is not
+    there, not whole, or of another scheme or model."""
+    if not Path(path).is_dir():
         raise ValueError(f"no constants at {path}: no such folder; make them with python -m experiments.calibrate")
-    with ocp.CheckpointManager(where, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+    with _manager(path, create=False) as manager:
         step = manager.latest_step()
         if step is None:
             raise ValueError(f"no constants at {path}: the folder holds no complete checkpoint")
         try:
-            restored = manager.restore(
-                step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(), about=ocp.args.JsonRestore())
-            )
+            restored = manager.restore(step, args=_items("Restore"))
             about = dict(restored["about"])
-            arrays = {name: np.asarray(x) for name, x in restored["arrays"].items()}
-            digest, layers = about.pop("digest"), about.pop("layers")
+            values, digest, layers = np.asarray(restored["arrays"]["values"]), about.pop("digest"), about.pop("layers")
+            shapes = {name: tuple(shape) for name, shape in about.pop("shapes").items()}
+            parts = np.split(values, np.cumsum([math.prod(shape) for shape in shapes.values()]))
+            arrays = {name: x.reshape(shape) for (name, shape), x in zip(shapes.items(), parts[:-1], strict=True)}
             constants = Constants(arrays, **about | {"versions": tuple(sorted(about["versions"].items()))})
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the constants at {path} cannot be read ({error}); calibrate again") from error
-    constants.check(scheme, layers=layers, model_digest=model_digest)
-    if constants.digest != digest:
-        raise ValueError(f"the constants at {path} are not what was saved: digest {constants.digest}, not {digest}")
+            if (found := constants.digest) != digest:
+                raise ValueError(f"their digest is {found}, and was {digest}")
+        except Exception as error:  # damage shows as whatever the layers below Orbax raise
+            why = (str(error) or type(error).__name__).splitlines()[0][:200]
+            raise ValueError(f"the constants at {path} are damaged ({why}); calibrate again") from error
+    try:
+        constants.check(constants.scheme if scheme is None else scheme, layers=layers, model_digest=model_digest)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return constants
+
+
+def _manager(path: str | Path, **options: Any) -> Any:
+    import orbax.checkpoint as ocp  # slow to import, and needed by none of the functions over arrays
+
+    return ocp.CheckpointManager(Path(path).absolute(), options=ocp.CheckpointManagerOptions(**options))
+
+
+def _items(action: str, arrays: tuple[Any, ...] = (), about: tuple[Any, ...] = ()) -> Any:
+    """The two items of a checkpoint, to save or to restore."""
+    from orbax.checkpoint import args
+
+    return args.Composite(
+        arrays=getattr(args, f"Standard{action}")(*arrays), about=getattr(args, f"Json{action}")(*about)
+    )

@@ -100,11 +100,14 @@ def plan_layers(forward: Forward, policy: Scheme, batch: int, block: int, dtype:
 def _plan(
     leaves: tuple[jax.ShapeDtypeStruct, ...], tree: Any, policy: Scheme, batch: int, block: int, dtype: DTypeLike
 ) -> tuple[Run, ...]:
-    """`plan_layers`, remembered: tracing takes as long as several blocks. tree: a forward less its leaves."""
+    """`plan_layers`, remembered: tracing takes as long as several blocks.
+
+    tree: a forward less its leaves, or one that is no pytree of arrays.
+    """
     probe = _Probe()
 
     def trace(leaves: tuple[Array, ...], tokens: Array) -> Any:
-        forward = tree.unflatten(leaves) if leaves else tree
+        forward = tree.unflatten(leaves) if isinstance(tree, jax.tree_util.PyTreeDef) else tree
         return forward(tokens, tokens, probe)
 
     jax.eval_shape(trace, leaves, jax.ShapeDtypeStruct((batch, block), jnp.int32))

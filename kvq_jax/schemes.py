@@ -10,7 +10,7 @@ import difflib
 import importlib
 import numbers
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -144,13 +144,9 @@ class Scheme(abc.ABC):
         """
         raise ValueError(f"{self.name} takes no constants, so there is nothing to calibrate")
 
-    def calibrate_layers(self, layers: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-        """The constants of all layers, `[layers, ...]`, from the samples of one layer after the other.
-
-        Each layer by itself; a scheme that compares layers overrides this.
-        """
-        found = [self.calibrate(samples) for samples in layers]
-        return {name: jnp.stack([one[name] for one in found]) for name in found[0]}
+    def compare_layers(self, found: dict[str, Array]) -> dict[str, Array]:
+        """The constants `[layers, ...]` from what `calibrate` found in every layer: the same, unless layers compete."""
+        return found
 
     def resolve(self, head_dim: int) -> tuple[Side, Side]:
         """K and V for a head_dim, with `recent` and `group` applied. Raises ValueError for what cannot be."""

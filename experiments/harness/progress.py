@@ -10,15 +10,16 @@ from tqdm import tqdm
 class Progress:
     """`progress(done, total)` moves the bar. Used as a context manager; lines go to stderr."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, unit: str = "block") -> None:
         self._title = title
         interval = 0.2 if sys.stderr.isatty() else 5.0  # a log file needs no smooth bar
+        done = f"{{n_fmt}}/{{total_fmt}} {unit}s"
         self._bar: Any = tqdm(
             desc=f"{title}, compiling",
-            unit="block",
+            unit=unit,
             mininterval=interval,
             maxinterval=interval,
-            bar_format="{desc}: {percentage:3.0f}% |{bar:24}| {n_fmt}/{total_fmt} blocks, {remaining} left",
+            bar_format="{desc}: {percentage:3.0f}% |{bar:24}| " + done + ", {remaining} left",
         )
         self._times: dict[int, float] = {}
 

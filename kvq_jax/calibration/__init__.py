@@ -1,1 +1,1 @@
-"""Calibration: what a scheme's constants are computed from, and how."""
+"""Calibration: what a model's keys and values look like on a text, and the constants that schemes make of it."""

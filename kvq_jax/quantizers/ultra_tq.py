@@ -1,7 +1,7 @@
 """Ultra-TQ (arXiv:2606.20474): TurboQuant, its books refitted to captured keys where the normal one fits worst."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,17 +41,16 @@ class UltraTQ(Bits):
         return Codebook(head_dim, self.key_bits, self.norm_correction)
 
     def calibrate(self, samples: Mapping[str, Array]) -> dict[str, Array]:
-        """The layer's own book, whatever its rank."""
-        y = np.asarray(normalized(samples["k"])[0])
-        return {"k_book": jnp.asarray(weighted_kmeans(y, np.ones_like(y), 2**self.key_bits), jnp.float32)}
+        """The layer's own book, and the error of the normal one, by which `compare_layers` ranks it."""
+        y, _ = normalized(samples["k"])
+        normal = self._keys(y.shape[-1])
+        error = jnp.mean(jnp.square(y - normal.directions(normal.nearest(y, {}), {})))
+        own = weighted_kmeans(np.asarray(y), np.ones(y.shape), 2**self.key_bits)
+        return {"k_book": jnp.asarray(own, jnp.float32), "normal_book": normal.levels({}), "normal_error": error}
 
-    def calibrate_layers(self, layers: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-        books, errors = [], []
-        for samples in layers:
-            y, _ = normalized(samples["k"])
-            normal = self._keys(y.shape[-1])
-            errors.append(float(jnp.mean(jnp.square(y - normal.directions(normal.nearest(y, {}), {})))))
-            books.append((normal.levels({}), self.calibrate(samples)["k_book"]))
-        refitted = math.ceil(round(self.layers_share * len(books), 6))  # 0.1 · 30 is 3.0000000000000004
-        worst = np.argsort(errors)[::-1][:refitted]
-        return {"k_book": jnp.stack([book[int(layer in worst)] for layer, book in enumerate(books)])}
+    def compare_layers(self, found: dict[str, Array]) -> dict[str, Array]:
+        layers = len(found["k_book"])
+        refitted = math.ceil(round(self.layers_share * layers, 6))  # 0.1 · 30 is 3.0000000000000004
+        worst = np.argsort(found["normal_error"])[::-1][:refitted]
+        own = np.isin(np.arange(layers), worst)[:, None]
+        return {"k_book": jnp.where(own, found["k_book"], found["normal_book"])}

@@ -29,10 +29,15 @@ def mse(k: np.ndarray, book: np.ndarray) -> float:
     return float(np.square(np.abs(y[..., None] - np.asarray(book)).min(-1)).mean())
 
 
+def calibrated(scheme: kvq.Scheme, layers=LAYERS) -> dict[str, np.ndarray]:
+    found = [scheme.calibrate(samples) for samples in layers]
+    return scheme.compare_layers({name: np.stack([one[name] for one in found]) for name in found[0]})
+
+
 def test_a_layers_book_is_lloyd_and_maxs_of_its_normalized_keys() -> None:
     scheme = kvq.scheme("ultra_tq:bits=4")
     for samples in LAYERS:
-        (book,) = scheme.calibrate(samples).values()
+        book = scheme.calibrate(samples)["k_book"]
         y = np.asarray(normalized(samples["k"])[0]).ravel()
         nearest = np.abs(y[:, None] - np.asarray(book)).argmin(1)
         means = [y[nearest == i].mean(dtype=np.float64) for i in range(16)]
@@ -46,7 +51,7 @@ def test_a_layers_book_is_lloyd_and_maxs_of_its_normalized_keys() -> None:
 @pytest.mark.parametrize(("share", "refitted"), [(0.0, []), (0.1, [3]), (0.2, [3]), (0.4, [3, 4]), (1.0, range(5))])
 def test_the_share_of_layers_that_the_normal_book_fits_worst_gets_its_own(share: float, refitted) -> None:
     scheme = kvq.scheme("ultra_tq:bits=4,norm_correction=false", layers_share=share)
-    arrays = scheme.calibrate_layers(iter(LAYERS))
+    arrays = calibrated(scheme)
     assert arrays.keys() == {"k_book"}
     assert arrays["k_book"].shape == (5, 16)
     errors = [mse(samples["k"], NORMAL) for samples in LAYERS]
@@ -59,14 +64,14 @@ def test_the_share_of_layers_that_the_normal_book_fits_worst_gets_its_own(share:
 def test_a_tenth_of_thirty_layers_is_three() -> None:
     scheme = kvq.scheme("ultra_tq:bits=2")
     layers = [{"k": keys(0.03 * i, i)[:1, :1, :50]} for i in range(30)]
-    books = np.asarray(scheme.calibrate_layers(layers)["k_book"])
+    books = np.asarray(calibrated(scheme, layers)["k_book"])
     normal = (np.array(gaussian_levels(2)) / np.sqrt(D)).astype(np.float32)
     assert (books != normal).any(1).sum() == 3
 
 
 def test_calibrated_constants_make_a_cache_and_its_error_is_smaller() -> None:
     refit, plain = kvq.scheme("ultra_tq:bits=4,layers_share=1.0"), "turboquant:bits=4"
-    arrays = refit.calibrate_layers(LAYERS)
+    arrays = calibrated(refit)
     constants = kvq.Constants(arrays, scheme=refit.calibrated(), kv_heads=3, head_dim=D)
     shape = {"batch": 2, "kv_heads": 3, "head_dim": D, "capacity": 200, "dtype": np.float32, "layers": 5}
     caches = kvq.init_cache(refit, **shape, constants=constants)
@@ -121,4 +126,4 @@ def test_without_constants_there_is_no_cache_and_samples_that_are_not_finite_hav
     with pytest.raises(ValueError, match="not finite"):
         kvq.scheme("ultra_tq:bits=4").calibrate({"k": spoilt})
     with pytest.raises(ValueError, match="nothing to calibrate"):
-        kvq.scheme("turboquant:bits=4").calibrate_layers(LAYERS)
+        kvq.scheme("turboquant:bits=4").calibrate(LAYERS[0])
