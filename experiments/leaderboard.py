@@ -7,12 +7,20 @@ cache; a method is worth its bytes where none is both below it and to its left. 
   python -m experiments.leaderboard --out=out/board        (again with --resume after an interruption)
 """
 
+import contextlib
+import hashlib
+import shutil
+from pathlib import Path
+
 from absl import flags
 
+import kvq_jax as kvq
+import models
 from experiments import pseudo_decode as decode
 from experiments import pseudo_decode_report as report
+from experiments.harness import environment, inputs, plots
 from experiments.harness import flags as common
-from experiments.harness import plots
+from experiments.harness.progress import Progress
 from experiments.harness.table import table
 
 BINARY = "leaderboard"
@@ -20,19 +28,67 @@ flags.adopt_module_key_flags(common)
 flags.adopt_module_key_flags(decode)
 METHODS = [
     "bf16",
+    "fp8",
+    "fp8:scaling=tensor",
+    "int8",
+    "int4",
+    "int4:symmetric=false",
+    "hf_quantized_cache",
     "kivi:bits=4",
     "kivi:bits=2",
     "kivi:bits=2,subgroup=128",
+    "kitty",
+    "kitty:boost=0.25",
+    "quarot:bits=4",
+    "quarot:bits=2",
     "hadamard:bits=2",
     "kvarn:bits=2",
     "kvarn:bits=2,normalize=equivariant",
     "kvarn:bits=2,scales=fp8",
+    "kvarn:k_bits=4,v_bits=2",
+    "kvquant:bits=2",
+    "kvquant:bits=3",
+    "kvquant:bits=4",
+    "turboquant:bits=4",
+    "turboquant:bits=3",
+    "ultra_tq:bits=4",
+    "ultraquant",
+    "ultraquant:c=0.195",
+    "mxfp4",
+    "mxint4",
+    "nvfp4",
 ]
 flags.set_default(common.METHOD, METHODS)
 for flag in (common.SINK, common.RECENT, common.GROUP):
     flags.set_default(flag, 128)
 
-Row = dict[str, object]
+# Methods that need constants and get none from --constants are calibrated on sequences of the same text that nothing
+# is measured on: those right after. Kept in the folder, by all that determines them.
+SEQUENCES, TOKENS, CONSTANTS = 4, 1024, Path("out", "constants")
+
+
+def calibrated(scheme: kvq.Scheme, model: models.Model) -> kvq.Constants:
+    """The constants of a method, read or made."""
+    start = common.TEXT_START.value + common.BATCH.value * common.NUM_TOKENS.value
+    tokens = inputs.read_windows(model, SEQUENCES, TOKENS, start)
+    versions = environment.versions()
+    determines = [scheme.calibrated(), model.digest, inputs.digest(tokens), versions["jax"], versions["kvq-jax"]]
+    path = CONSTANTS / hashlib.sha256("\n".join(determines).encode()).hexdigest()[:16]
+    if path.is_dir():
+        with contextlib.suppress(ValueError):  # an interrupted save is made again
+            return kvq.load_constants(path, scheme, model_digest=model.digest)
+    with Progress(f"calibration of {scheme.calibrated()}, {SEQUENCES} times {TOKENS} tokens", unit="step") as progress:
+        constants = kvq.calibrate(
+            scheme,
+            model.forward,
+            tokens,
+            model_digest=model.digest,
+            text_digest=inputs.digest(tokens),
+            progress=progress,
+            workdir=CONSTANTS / "captures",
+        )
+    kvq.save_constants(path, constants)
+    return constants
 
 
 def _cell(unit: report.Unit, regime: str, column: str, form: str) -> str:
@@ -75,6 +131,16 @@ def leaderboard(units: list[report.Unit]) -> str:
     return table(headers, lines)
 
 
+def windows(units: list[report.Unit]) -> str:
+    """The full-precision window of the methods, and which differ from it."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for unit in units:
+        groups.setdefault(report.window(unit.any), []).append(unit.name)
+    (most, _), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
+    said = "In full precision: the first {} tokens, of K the newest {}+{}, of V {}+{} (recent + group)".format(*most)
+    return said + "".join("; but {}, {}+{}, {}+{}: ".format(*window) + ", ".join(n) for window, n in others) + "."
+
+
 def pareto(units: list[report.Unit]) -> list[report.Unit]:
     """Methods that no other beats in both bytes and accumulated KL, by bytes."""
     best: list[report.Unit] = []
@@ -108,15 +174,16 @@ def kl_against_bytes(units: list[report.Unit]) -> bytes:
 
 def body() -> None:
     """The binary, after its flags have been parsed."""
-    given = common.interruptible(decode.load_inputs)
+    given = common.interruptible(lambda: decode.load_inputs(calibrated))
+    shutil.rmtree(CONSTANTS / "captures", ignore_errors=True)
     with decode.open_results(BINARY, given) as results:
         print(f"{len(given.methods)} methods; sink, recent and group {common.window_flags()}.\n")
         decode.measure_all(given, results)
         units = report.units(results.rows)
         drawn = [results.write("kl_against_bytes.png", kl_against_bytes(units))]
-        print("\n" + leaderboard(units))
+        print(f"\n{leaderboard(units)}\n\n{windows(units)}")
         front = ", ".join(unit.name for unit in pareto(units))
-        print(f"\nNo other method has both fewer bytes and less accumulated KL (by bytes): {front}.")
+        print(f"No other method has both fewer bytes and less accumulated KL (by bytes): {front}.")
         print(report.written(results.path, drawn))
 
 

@@ -9,6 +9,7 @@ Writes config.json, rows.jsonl, summary.csv and plots to --out, and a table to t
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,11 @@ class Inputs:
     implementation: str
 
 
-def load_inputs() -> Inputs:
-    """Read and check the flags, the text and the model. Raises for what cannot run, before anything is written."""
+def load_inputs(make_constants: Callable[[kvq.Scheme, models.Model], kvq.Constants] | None = None) -> Inputs:
+    """Read and check the flags, the text and the model. Raises for what cannot run, before anything is written.
+
+    make_constants: for a method that needs constants and has none from --constants, which else is an error.
+    """
     if common.RESUME.value and not common.OUT.value:
         raise ValueError("--resume needs to know which run to go on with; pass its folder as --out")
     if SKIP_POSITIONS.value >= common.NUM_TOKENS.value - 1:
@@ -76,7 +80,7 @@ def load_inputs() -> Inputs:
     blocks = tuple(dict.fromkeys(BLOCK_SIZE.value))
     model = inputs.load_model(blocks)
     tokens = inputs.windows(model)
-    constants = inputs.load_constants(methods.values(), model)
+    constants = inputs.load_constants(methods.values(), model, make_constants)
     inputs.check_methods(methods.values(), model, blocks, constants)
     return Inputs(model, tokens, methods, constants, blocks, tuple(dict.fromkeys(REGIME.value)), implementation)
 

@@ -46,7 +46,7 @@ def introduction(model: str, text: str, shape: tuple[int, ...], blocks: tuple[in
     return "\n".join([*paragraphs, ""])
 
 
-def _window(row: Row) -> tuple[int, ...]:
+def window(row: Row) -> tuple[int, ...]:
     return tuple(row[name] for name in ("sink", "k_recent", "k_group", "v_recent", "v_group"))
 
 
@@ -115,9 +115,9 @@ def _table(measured: list[Unit]) -> str:
         ("‖k̂‖/‖k‖\n", _norms),
     ]
     reference = measured[0].any
-    windows = {_window(unit.any) for unit in measured}
+    windows = {window(unit.any) for unit in measured}
     if len(windows) > 1:
-        columns.insert(1, ("full precision\nsink, K, V", lambda u: "{}, {}+{}, {}+{}".format(*_window(u.any))))
+        columns.insert(1, ("full precision\nsink, K, V", lambda u: "{}, {}+{}, {}+{}".format(*window(u.any))))
         how = (
             "Full precision: the first tokens (sink), then of K and V the newest, as recent+group: a side rounds group "
             "tokens whenever it holds recent+group. These methods differ in it: --sink, --recent and --group make it "

@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import importlib.metadata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -64,16 +64,21 @@ def load_model(blocks: Iterable[int] = ()) -> models.Model:
 
 
 def windows(model: models.Model) -> np.ndarray:
-    """batch · num_tokens tokens of the text from text_start on, int32 `[batch, num_tokens]`, no special tokens."""
-    batch, tokens, name, start = flags.BATCH.value, flags.NUM_TOKENS.value, flags.TEXT.value, flags.TEXT_START.value
+    """The tokens of the flags: batch · num_tokens of the text from text_start on."""
+    return read_windows(model, flags.BATCH.value, flags.NUM_TOKENS.value, flags.TEXT_START.value)
+
+
+def read_windows(model: models.Model, batch: int, tokens: int, start: int) -> np.ndarray:
+    """batch · tokens consecutive tokens of the text from `start` on, int32 `[batch, tokens]`, no special tokens."""
+    name, end = flags.TEXT.value, start + batch * tokens
     ids = model.tokenizer.encode(read_text(name))
-    if len(ids) < start + batch * tokens:
+    if len(ids) < end:
         after = f" after --text_start={start}" if start else ""
         raise ValueError(
             f"--text={name} has {len(ids)} tokens, --batch={batch} times --num_tokens={tokens} needs {batch * tokens}"
             f"{after}; pass a longer text, or fewer tokens"
         )
-    used = np.array(ids[start : start + batch * tokens], np.int32).reshape(batch, tokens)
+    used = np.array(ids[start:end], np.int32).reshape(batch, tokens)
     if used.max() >= model.config.vocab_size:
         raise ValueError(
             f"--text={name}: token {used.max()} is outside the model's vocabulary of {model.config.vocab_size}; "
@@ -87,9 +92,14 @@ def digest(tokens: np.ndarray) -> str:
     return hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()
 
 
-def load_constants(schemes: Iterable[kvq.Scheme], model: models.Model) -> dict[str, kvq.Constants]:
-    """What --constants names, by the spec that it is for (`Scheme.calibrated`). Raises ValueError for constants of
-    another model or of no method, two for one method, and a method that needs constants and has none."""
+def load_constants(
+    schemes: Iterable[kvq.Scheme],
+    model: models.Model,
+    make: Callable[[kvq.Scheme, models.Model], kvq.Constants] | None = None,
+) -> dict[str, kvq.Constants]:
+    """What --constants names, by the spec that it is for (`Scheme.calibrated`); `make` makes what is missing. Raises
+    ValueError for constants of another model or of no method, two for one method, and, without `make`, a method that
+    needs constants and has none."""
     found: dict[str, kvq.Constants] = {}
     wanted = {scheme.calibrated(): scheme for scheme in schemes}
     for path in flags.CONSTANTS.value:
@@ -106,7 +116,9 @@ def load_constants(schemes: Iterable[kvq.Scheme], model: models.Model) -> dict[s
         found[one.scheme] = one
     for spec, scheme in wanted.items():
         if scheme.needs_constants and spec not in found:
-            raise missing(scheme, model=flags.MODEL.value, text=flags.TEXT.value)
+            if make is None:
+                raise missing(scheme, model=flags.MODEL.value, text=flags.TEXT.value)
+            found[spec] = make(scheme, model)
     return found
 
 
