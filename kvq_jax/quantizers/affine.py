@@ -155,8 +155,12 @@ class TokenRows(Affine):
         leaves = {"codes": pack(rounded.codes, self.bits), "scale": rounded.scale, "zero": rounded.zero}
         return leaves if rounded.column_scale is None else leaves | {"channel_scale": rounded.column_scale}
 
+    def _added(self, leaves: Leaves) -> Array:
+        """What is added to code · scale: the zero, as it is stored."""
+        return _wide(leaves, "zero")
+
     def decode(self, leaves: Leaves, constants: Leaves) -> Array:
-        scale, zero = (jnp.repeat(_wide(leaves, name), self.group, axis=-1) for name in ("scale", "zero"))
+        scale, zero = (jnp.repeat(x, self.group, axis=-1) for x in (_wide(leaves, "scale"), self._added(leaves)))
         x = self._codes(leaves) * scale + zero
         return x * _wide(leaves, "channel_scale")[..., None, :] if "channel_scale" in leaves else x
 
@@ -164,7 +168,7 @@ class TokenRows(Affine):
         if not self.folds(q.shape[-2]) or "channel_scale" in leaves:
             return super().scores(q, leaves, constants)
         # Σ_g scale_jg (q_g·codes_jg) + zero_jg Σ q_g, over the groups g of token j's channels
-        codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), _wide(leaves, "zero")
+        codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), self._added(leaves)
         codes, scale, zero = (
             jnp.swapaxes(x.reshape(*x.shape[:-3], -1, x.shape[-1]), -1, -2) for x in (codes, scale, zero)
         )
@@ -179,7 +183,7 @@ class TokenRows(Affine):
         if not self.folds(p.shape[-2]):
             return super().weighted_sum(p, leaves, constants)
         # channel_scale ∘ Σ_j p_j (scale_j·codes_j + zero_j), a sum over tiles last
-        codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), _wide(leaves, "zero")
+        codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), self._added(leaves)
         tiles, tokens = codes.shape[-3:-1]
         if "channel_scale" in leaves:
             p = jnp.swapaxes(p.reshape(*p.shape[:-1], tiles, tokens), -2, -3)  # [..., tiles, queries, tokens]

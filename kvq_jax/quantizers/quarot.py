@@ -58,11 +58,10 @@ class IntegerZeroRows(TokenRows):
         return RoundedRows(codes.astype(jnp.uint8), store(scale, scale_dtype), store(zero, zero_dtype))
 
     def decode(self, leaves: Leaves, constants: Leaves) -> Array:
-        return (self._codes(leaves) - widen(leaves["zero"])) * widen(leaves["scale"])
+        return (self._codes(leaves) - widen(leaves["zero"])) * widen(leaves["scale"])  # exact where codes are
 
-    def weighted_sum(self, p: Array, leaves: Leaves, constants: Leaves) -> Array:
-        added = -widen(leaves["scale"]) * widen(leaves["zero"])
-        return super().weighted_sum(p, leaves | {"zero": added}, constants)
+    def _added(self, leaves: Leaves) -> Array:
+        return -widen(leaves["scale"]) * widen(leaves["zero"])
 
 
 @register("quarot", "rotation, then K and V per token, min/max")

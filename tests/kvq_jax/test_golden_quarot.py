@@ -154,3 +154,17 @@ def test_clipped_rows_have_the_same_bytes_compiled_or_one_operation_after_the_ot
     with jax.disable_jit():
         for name, leaf in quantizer.encode(jax.numpy.asarray(x[..., None, :]), {}).items():
             np.testing.assert_array_equal(leaf, compiled[name])
+
+
+@pytest.mark.parametrize("spec", ["quarot:bits=4", "quarot:bits=2,zero=float"])
+@pytest.mark.parametrize("queries", [1, 64])  # folded, and decoded
+def test_few_and_many_queries_read_what_decoding_gives(spec: str, queries: int) -> None:
+    d, tokens, rng = 64, 40, np.random.default_rng(0)
+    for side in kvq.scheme(spec).resolve(d):
+        quantizer = side.quantizer
+        leaves = quantizer.encode(rng.standard_normal((1, 2, tokens, 1, d)).astype(np.float32) + 0.3, {})
+        x = np.asarray(quantizer.tokens(leaves, {}))
+        q, p = rng.standard_normal((1, 2, queries, d)), rng.random((1, 2, queries, tokens))
+        scores, out = quantizer.scores(q.astype(np.float32), leaves, {}), quantizer.weighted_sum(p.astype(np.float32), leaves, {})
+        np.testing.assert_allclose(scores, q @ x.swapaxes(-1, -2), atol=1e-4)
+        np.testing.assert_allclose(out, p @ x, atol=1e-4)
