@@ -165,6 +165,9 @@ def test_few_and_many_queries_read_what_decoding_gives(spec: str, queries: int) 
         leaves = quantizer.encode(rng.standard_normal((1, 2, tokens, 1, d)).astype(np.float32) + 0.3, {})
         x = np.asarray(quantizer.tokens(leaves, {}))
         q, p = rng.standard_normal((1, 2, queries, d)), rng.random((1, 2, queries, tokens))
-        scores, out = quantizer.scores(q.astype(np.float32), leaves, {}), quantizer.weighted_sum(p.astype(np.float32), leaves, {})
+        scores, out = (
+            quantizer.scores(q.astype(np.float32), leaves, {}),
+            quantizer.weighted_sum(p.astype(np.float32), leaves, {}),
+        )
         np.testing.assert_allclose(scores, q @ x.swapaxes(-1, -2), atol=1e-4)
         np.testing.assert_allclose(out, p @ x, atol=1e-4)
