@@ -4,6 +4,7 @@ What is finished is kept in DIR/captures until the constants are saved; after an
 Read another text, or another part of it (--text_start), than the one that the method is measured on. Example:
 
   python -m experiments.calibrate --method=kvquant:bits=3 --model=smollm2-135m --text=hamlet --out=out/constants
+  python -m experiments.calibrate --method=ultraquant --granularity=head --text_start=20000 --out=out/clipping
 """
 
 import fcntl

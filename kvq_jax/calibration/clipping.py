@@ -53,7 +53,9 @@ class Clipping(NamedTuple):
     @property
     def excess(self) -> np.ndarray:
         """What the start leaves on the table: 0.34 where its error is 34 % above that of c."""
-        return self.start_error / np.where(self.error > 0, self.error, 1) - (self.error > 0)
+        more = self.start_error - self.error
+        with np.errstate(all="ignore"):  # infinite where c makes no error at all
+            return np.where(more > 0, more / self.error, 0)
 
 
 def solve_clipping_constant(

@@ -69,7 +69,8 @@ class UltraBlocks(Blocks):
 class UltraQuant(Scheme):
     """K is rotated after RoPE, V only with `rotate_v`; both are E2M1 codes with one scale byte for `block` channels of
     a token. Every token is quantized when it is written. `c` is the published constant for all layers and heads;
-    constants `k_c` and `v_c` `[kv_heads]` replace it.
+    constants `k_c` and `v_c` `[kv_heads]` replace it. (With `rounding=nearest` the published constant is far from the
+    best, which is near 0.195: the paper solved it for a scale that is not rounded. See `calibration.clipping`.)
 
     The query is rounded to E4M3 (±448) before it meets K̂ (`query=fp8`); probabilities and sums are float32, as in the
     released reference. The released kernels round the probabilities to bfloat16 before V̂ too: `p=bf16`, of the tiled
