@@ -4,6 +4,7 @@ What is finished is kept in DIR/captures until the constants are saved; after an
 Read another text, or another part of it (--text_start), than the one that the method is measured on. Example:
 
   python -m experiments.calibrate --method=kvquant:bits=3 --model=smollm2-135m --text=hamlet --out=out/constants
+  python -m experiments.calibrate --method=ultraquant --granularity=head --text_start=20000 --out=out/clipping
 """
 
 import fcntl
@@ -11,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from absl import flags
 
 import kvq_jax as kvq
 import models
+from experiments import clipping_report
 from experiments.harness import environment, inputs
 from experiments.harness import flags as common
 from experiments.harness.progress import Progress
@@ -33,6 +35,16 @@ for one in (common.METHOD, common.MODEL, common.TEXT, common.TEXT_START, common.
     flags.declare_key_flag(one.name)
 flags.declare_key_flag(common.OUT.name)
 OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace the constants in --out that were made with other settings.")
+CHOICES = {
+    "granularity": flags.DEFINE_string(
+        "granularity", None, "What shares a constant, where the method lets you choose."
+    ),
+    "objective": flags.DEFINE_string(
+        "objective", None, "What the constants minimize, where the method lets you choose."
+    ),
+}
+REPORT = "report.txt"
+REPORTS: dict[str, Callable[[Mapping[str, Any]], str]] = {"k_curve": clipping_report.report}  # by what was found
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class Inputs:
     """Everything that is read, checked."""
 
     scheme: kvq.Scheme
+    choices: dict[str, str]
     model: models.Model
     tokens: np.ndarray  # int32 [batch, num_tokens]
 
@@ -52,9 +65,10 @@ def load_inputs() -> Inputs:
     scheme = kvq.scheme(scheme.calibrated())
     if not scheme.captures:
         raise ValueError(f"--method={scheme}: {scheme.name} takes no constants, so there is nothing to calibrate")
+    choices = scheme.chosen({name: flag.value for name, flag in CHOICES.items() if flag.value is not None})
     inputs.read_text(common.TEXT.value)
     model = inputs.load_model()
-    return Inputs(scheme, model, inputs.windows(model))
+    return Inputs(scheme, choices, model, inputs.windows(model))
 
 
 def determines(given: Inputs) -> dict[str, Any]:
@@ -62,6 +76,7 @@ def determines(given: Inputs) -> dict[str, Any]:
     versions = environment.versions()
     return {
         "method": str(given.scheme),
+        **given.choices,
         "model_digest": given.model.digest,
         "text_digest": inputs.digest(given.tokens),
         "num_tokens": common.NUM_TOKENS.value,
@@ -72,9 +87,10 @@ def determines(given: Inputs) -> dict[str, Any]:
     }
 
 
-def default_path(scheme: kvq.Scheme) -> Path:
+def default_path(given: Inputs) -> Path:
     """out/calibrate/<method>/<model>."""
-    return Path("out", BINARY, re.sub(r"[^\w.=,-]", "-", str(scheme)), Path(common.MODEL.value).name)
+    method = ",".join([str(given.scheme), *(f"{name}={value}" for name, value in given.choices.items())])
+    return Path("out", BINARY, re.sub(r"[^\w.=,-]", "-", method), Path(common.MODEL.value).name)
 
 
 @contextmanager
@@ -141,7 +157,7 @@ def show(constants: kvq.Constants) -> str:
 def body() -> None:
     """The binary, after its flags have been parsed."""
     given = common.interruptible(load_inputs)
-    out = Path(common.OUT.value) if common.OUT.value else default_path(given.scheme)
+    out = Path(common.OUT.value) if common.OUT.value else default_path(given)
     settings = determines(given)
     digest = existing(out, settings)
     batch, count = given.tokens.shape
@@ -157,6 +173,8 @@ def body() -> None:
         print(f"Already in {out}:")
     else:
         constants = compute(given, out, settings)
+    if (report := out / REPORT).exists():
+        print(f"\n{report.read_text()}", end="")
     print(f"\n{show(constants)}\n\nConstants {constants.digest} in {out}; pass --constants={out}")
 
 
@@ -175,6 +193,8 @@ def compute(given: Inputs, out: Path, settings: dict[str, Any]) -> kvq.Constants
         text = json.dumps(plain(config | {"constants_digest": digest}), indent=1) + "\n"
         write_atomically(out / "config.json", text.encode())
 
+    found: dict[str, Any] = {}
+
     def calibrate() -> kvq.Constants:
         return kvq.calibrate(
             given.scheme,
@@ -184,6 +204,8 @@ def compute(given: Inputs, out: Path, settings: dict[str, Any]) -> kvq.Constants
             text_digest=settings["text_digest"],
             progress=progress,
             workdir=out / "captures",
+            choices=given.choices,
+            inspect=found.update,
         )
 
     with opened(out):
@@ -195,6 +217,9 @@ def compute(given: Inputs, out: Path, settings: dict[str, Any]) -> kvq.Constants
             stop.add_note(f"what is finished is in {out}/captures; the same command goes on")
             raise
         kvq.save_constants(out, constants)
+        (out / REPORT).unlink(missing_ok=True)
+        for name in REPORTS.keys() & found.keys():
+            write_atomically(out / REPORT, (REPORTS[name](found) + "\n").encode())
         write(constants.digest)
         shutil.rmtree(out / "captures")
     return constants

@@ -11,6 +11,7 @@ from kvq_jax.cache import (
     roundtrip,
 )
 from kvq_jax.calibration.calibrate import calibrate
+from kvq_jax.calibration.clipping import Clipping, solve_clipping_constant
 from kvq_jax.constants import Constants, load_constants, save_constants
 from kvq_jax.memory import bits_per_element, nbytes, stored
 from kvq_jax.protocol import Attend, LazyLogits
@@ -24,6 +25,7 @@ __all__ = [
     "Attend",
     "Cache",
     "CausalAttention",
+    "Clipping",
     "Constants",
     "LazyLogits",
     "Rope",
@@ -46,6 +48,7 @@ __all__ = [
     "save_constants",
     "scheme",
     "select_rows",
+    "solve_clipping_constant",
     "stored",
     "trim",
     "variance_normalize",

@@ -106,6 +106,7 @@ class Scheme(abc.ABC):
     needs_constants: ClassVar[bool] = False  # no calibration, no cache
     shows_nan: ClassVar[bool] = True  # a stored token with NaN in it reads back with NaN
     captures: ClassVar[tuple[str, ...]] = ()  # what `calibrate` reads, of k, v, q, k_fisher, v_fisher
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # keyword arguments of `calibrate`, their defaults first
 
     sink: int = option(0, minimum=0, about="first tokens, in full precision for good")
     recent: int | None = option(None, kind=int, minimum=0, about="newest tokens in full precision, of both sides")
@@ -136,8 +137,24 @@ class Scheme(abc.ABC):
     def sides(self, head_dim: int) -> tuple[Side, Side]:
         """K and V with the scheme's own windows."""
 
+    def chosen(self, given: Mapping[str, str]) -> dict[str, str]:
+        """A value for each of `choices`. Raises ValueError for what they do not allow."""
+        for name, value in given.items():
+            if name not in self.choices:
+                raise ValueError(f"{self.name}: calibration has no {name} to choose, so {name}={value} means nothing")
+            if value not in self.choices[name]:
+                raise ValueError(
+                    f"{self.name}: {name}={value!r} is unknown to calibration; allowed: {', '.join(self.choices[name])}"
+                )
+        return {name: given.get(name, allowed[0]) for name, allowed in self.choices.items()}
+
+    def captured(self, **chosen: str) -> tuple[str, ...]:
+        """`captures`, with what these choices need besides."""
+        return self.captures
+
     def calibrate(self, samples: Mapping[str, Array]) -> dict[str, Array]:
-        """The constants of one layer by array name (`k_lut`, ...), from what `captures` asked for.
+        """The constants of one layer by array name (`k_lut`, ...), from what `captured` asked for. A scheme with
+        `choices` is given all of them, by keyword, here and in `compare_layers`.
 
         samples: float32 `[sequences, heads, tokens, head_dim]` in the basis that the scheme stores; q of all query
         heads, in K's; fisher is the squared gradient of the language-model loss.

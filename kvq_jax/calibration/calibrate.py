@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ def calibrate(
     text_digest: str = "",
     progress: Progress | None = None,
     workdir: str | Path | None = None,
+    choices: Mapping[str, str] | None = None,
+    inspect: Callable[[dict[str, Array]], None] | None = None,
 ) -> Constants:
     """The constants of every layer, protected ones too, from `tokens` int `[sequences, N]`, read one row at a time.
 
@@ -53,6 +55,8 @@ def calibrate(
         and V of one layer, not of all, are in memory at a time. Its files are named by a digest of all that
         determines them, so other files there do not matter; delete them when you have the constants. Needs
         model_digest, because nothing else tells one set of weights from another.
+      choices: how to calibrate, where the scheme leaves a choice (`Scheme.choices`): `{"granularity": "head"}`.
+      inspect: is given all that the scheme found, `[layers, ...]` by name, before it makes the constants of it.
 
     Raises ValueError for a scheme that takes no constants, tokens or masks of another shape, layers of unequal sizes, a
     model whose numbers are not finite, a damaged file in workdir, and constants that come out useless.
@@ -60,7 +64,9 @@ def calibrate(
     own = make_scheme(make_scheme(scheme).calibrated())
     if not own.captures:
         raise ValueError(f"{own.name} takes no constants, so there is nothing to calibrate")
-    for name in own.captures:
+    chosen = own.chosen(choices or {})
+    names = own.captured(**chosen)
+    for name in names:
         if name not in CAPTURES:
             raise ValueError(f"{own.name} asks for {name!r}, which is not captured; allowed: {', '.join(CAPTURES)}")
     if workdir is not None and not model_digest:
@@ -77,8 +83,8 @@ def calibrate(
     basis = [(side.rotate, side.pre_rope) for side in own.resolve(head_dim)]
     shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(forward)] if is_array_tree(forward) else []
     model = [model_digest, shapes, [repr(dataclasses.replace(run, scheme=None)) for run in runs]]
-    read = [_digest(model, basis, own.captures, versions(), size, one.tolist()) for one in sequences]
-    solved = [f"{_digest(read, str(own))}.{layer}" for layer in range(layers)]
+    read = [_digest(model, basis, names, versions(), size, one.tolist()) for one in sequences]
+    solved = [f"{_digest(read, str(own), *chosen.items())}.{layer}" for layer in range(layers)]
     kept = _Kept(workdir)
 
     def report(done: int) -> None:
@@ -86,17 +92,24 @@ def calibrate(
             progress(done, len(read) + layers)
 
     def solve(layer: int) -> Arrays:
-        return _solve(own, layer, [kept.load(one, f"{layer}.") for one in read])
+        sequences = [kept.load(one, f"{layer}.") for one in read]
+        found = of_layer({name: _samples([one[name] for one in sequences]) for name in names}, **chosen)
+        return {name: np.asarray(x, np.float32) for name, x in found.items()}
 
-    how: dict[str, Any] = {"scheme": own, "runs": runs, "names": own.captures, "size": size}
+    of_layer: Callable[..., dict[str, Array]] = own.calibrate
+    of_model: Callable[..., dict[str, Array]] = own.compare_layers
+    how: dict[str, Any] = {"scheme": own, "runs": runs, "names": names, "size": size}
     for i, one in enumerate(sequences):
         kept.add(read[i], functools.partial(capture, forward, one, **how))
         report(i + 1)
     for layer, name in enumerate(solved):
         kept.add(name, functools.partial(solve, layer))
         report(len(read) + layer + 1)
-    found = [kept.load(name) for name in solved]
-    arrays = own.compare_layers({name: jnp.stack([one[name] for one in found]) for name in found[0]})
+    of_layers = [kept.load(name) for name in solved]
+    found = {name: jnp.stack([one[name] for one in of_layers]) for name in of_layers[0]}
+    if inspect is not None:
+        inspect(found)
+    arrays = of_model(found, **chosen)
     constants = Constants(
         {name: np.asarray(x, np.float32) for name, x in arrays.items()},
         scheme=str(own),
@@ -125,14 +138,10 @@ def _sequences(tokens: Array | np.ndarray, valid: Array | np.ndarray | None) -> 
     return [row[mask].astype(np.int32) for row, mask in zip(ids, exists, strict=True)]
 
 
-def _solve(scheme: Scheme, layer: int, sequences: Sequence[Arrays]) -> Arrays:
-    """The scheme's constants of one layer, from each sequence's arrays `[heads, tokens, head_dim]`."""
-    samples = {}
-    for name in scheme.captures:
-        parts = [one[name] for one in sequences]
-        ragged = len({part.shape for part in parts}) > 1
-        samples[name] = jnp.asarray(np.concatenate(parts, axis=1)[None] if ragged else np.stack(parts))
-    return {name: np.asarray(x, np.float32) for name, x in scheme.calibrate(samples).items()}
+def _samples(sequences: Sequence[np.ndarray]) -> Array:
+    """`[sequences, heads, tokens, head_dim]` from each sequence's `[heads, tokens, head_dim]`."""
+    ragged = len({one.shape for one in sequences}) > 1
+    return jnp.asarray(np.concatenate(sequences, axis=1)[None] if ragged else np.stack(sequences))
 
 
 class _Kept:

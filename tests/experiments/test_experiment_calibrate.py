@@ -268,7 +268,77 @@ def test_requirement_12_missing_foreign_and_unused_constants_are_one_line(
         assert not (tmp_path / "out").exists()
 
 
+ULTRAQUANT = "--method=ultraquant:rounding=floor"
+
+
+@pytest.mark.parametrize(("granularity", "objective"), [("global", None), ("layer", "scores"), ("head", "attention")])
+def test_clipping_constants_are_shared_as_asked_and_reported(
+    granularity: str, objective: str | None, model: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "c"
+    choices = {"granularity": granularity} | ({} if objective is None else {"objective": objective})
+    argv = arguments(model, text, out, ULTRAQUANT, *(f"--{name}={value}" for name, value in choices.items()))
+    assert run(calibrate, argv) == 0
+    printed = capfd.readouterr().out
+    found = kvq.load_constants(out, "ultraquant:rounding=floor")
+    loaded = models.load(model, context=64)
+    tokens = np.frombuffer(text.read_bytes()[:256], np.uint8).reshape(4, 64)
+    tokens = np.array([loaded.tokenizer.encode(bytes(row).decode()) for row in tokens])
+    seen: dict[str, jax.Array] = {}
+    want = kvq.calibrate(
+        "ultraquant:rounding=floor", loaded.forward, tokens, choices=choices, inspect=lambda x: seen.update(x)
+    )
+    assert {name: np.shape(x) for name, x in found.arrays.items()} == {"k_c": (2, 1), "v_c": (2, 1)}
+    for side in "kv":
+        c = found.arrays[f"{side}_c"]
+        np.testing.assert_array_equal(c, want.arrays[f"{side}_c"])
+        assert len(np.unique(c)) == (1 if granularity == "global" else 2)
+        assert (np.abs(np.log2(c / 0.27)) < 0.4).all()
+
+        curve, norm = (np.asarray(seen[f"{side}_{name}"])[:, -1].sum(1) for name in ("curve", "norm"))
+        best = [line.split()[:3] for line in printed.splitlines() if line[:1] in "01" and "%" in line]
+        best = best[:2] if side == "k" else best[2:4]
+        assert [line[0] for line in best] == ["0", "1"]
+        for line, errors, whole in zip(best, curve, norm, strict=True):
+            assert float(line[1]) == pytest.approx(float(seen["grid"][0][errors.argmin()]), rel=0.04)
+            assert float(line[2]) == pytest.approx(errors.min() / whole, rel=0.02)
+    for part in ("K: layers' best c", "V: layers' best c", "of all together", "64 tokens", f"--constants={out}"):
+        assert part in printed
+    assert sorted(path.name for path in out.iterdir()) == ["1", "config.json", "report.txt"]
+    assert (out / "report.txt").read_text() in printed
+
+    assert run(calibrate, argv) == 0
+    assert (out / "report.txt").read_text() in capfd.readouterr().out
+    other = "head" if granularity == "global" else "global"
+    assert run(calibrate, [*argv, f"--granularity={other}"]) == 2
+    assert f"was made with granularity={granularity}" in capfd.readouterr().err
+
+    if objective is None:
+        decoded = tmp_path / "decoded"
+        assert (
+            run(
+                pseudo_decode,
+                decode_arguments(model, text, decoded, ULTRAQUANT, f"--constants={out}", "--regime=static"),
+            )
+            == 0
+        )
+        assert {row["constants_digest"] for row in rows(decoded)} == {found.digest}
+
+
+def test_another_method_over_ultraquants_leaves_no_report(
+    model: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "c"
+    assert run(calibrate, arguments(model, text, out, "--method=ultraquant", "--batch=1")) == 0
+    assert run(calibrate, arguments(model, text, out, "--batch=1", "--overwrite")) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["2", "config.json"]
+    assert "best c" not in capfd.readouterr().out.split("ranged")[-1]
+
+
 BAD = {
+    "no such granularity": (["--method=ultraquant", "--granularity=row"], ["granularity='row'", "layer, global, head"]),
+    "no such objective": (["--method=ultraquant", "--objective=kl"], ["objective='kl'", "mse, scores, attention"]),
+    "nothing to choose": (["--granularity=head"], ["ranged", "has no granularity to choose"]),
     "no method": (["--method="], ["--method=", "unknown scheme"]),
     "two methods": (["--method=ranged", "--method=ranged:bits=3"], ["given 2 times"]),
     "nothing to calibrate": (["--method=kivi"], ["kivi takes no constants"]),
