@@ -3,14 +3,14 @@
 A grid is an odd polynomial g over equispaced points t of [−1, 1], because a vector unit multiplies faster than it looks
 up. Code q of b bits means
 
-    lloyd     g(t), t = (2q − (2^b − 1))/(2^b − 1): the 2^b levels of least squared error on N(0, 1) (Lloyd; Max)
+    lloyd     g(t), t = 2q/(2^b − 1) − 1: the 2^b levels of least squared error on N(0, 1) (Lloyd; Max)
     uniform   the same with g the identity: equispaced from −1 to 1
-    trellis   g(t), t = (2m − (2^(b+1) − 1))/(2^(b+1) − 1), m_j = 2(q_j xor u_(j−2)) + u_(j−1), u = q mod 2, u_j = 0 for j < 0
+    trellis   g(t), t = 2m/(2^(b+1) − 1) − 1, m_j = 2(q_j xor u_(j−2)) + u_(j−1), u = q mod 2, and 0 before the row
 
-The last is trellis-coded quantization (Marcellin and Fischer 1990) with Ungerboeck's code of four states: there are twice
-as many levels as codes, and which half a code chooses from follows from the two codes before it in the row, so that the
-encoder picks the best of many paths. Squared error on N(0, 1), where lloyd has 0.3634, 0.1175, 0.0345, 0.0095 at
-1 to 4 bits: 0.316, 0.0894, 0.0243, 0.0064. No bit is spent on it; a code means nothing without its row.
+The last is trellis-coded quantization (Marcellin and Fischer 1990) with Ungerboeck's code of four states: there are
+twice as many levels as codes, and which half a code chooses from follows from the two codes before it in the row, so
+that the encoder picks the best of many paths. Squared error on N(0, 1) at 1 to 4 bits: 0.316, 0.0894, 0.0243, 0.0064,
+where lloyd has 0.363, 0.1175, 0.0345, 0.0095. No bit is spent on it; a code means nothing without its row.
 """
 
 import functools
@@ -70,10 +70,9 @@ def grid_values(codes: Array, bits: int, grid: str) -> Array:
         codes = 2 * (codes ^ before[..., :-2]) + before[..., 1:-1]
         count *= 2
     t = codes.astype(jnp.float32) * np.float32(2 / (count - 1)) - np.float32(1)
-    *rest, value = (np.float32(c) for c in coefficients(bits, grid))
-    square = t * t
-    for c in reversed(rest):
-        value = value * square + c
+    square, value = t * t, jnp.zeros_like(t)
+    for c in reversed(coefficients(bits, grid)):
+        value = value * square + np.float32(c)
     return value * t
 
 
@@ -86,7 +85,7 @@ def grid_codes(x: Array, bits: int, grid: str) -> Array:
         return _trellis_codes(x, bits)
     all_levels = levels(bits, grid)
     between = ((all_levels[1:] + all_levels[:-1]) / 2).astype(np.float32)
-    return sum((x > b).astype(jnp.uint8) for b in between)  # type: ignore[return-value]
+    return sum((x > b).astype(jnp.uint8) for b in between)
 
 
 UNIT, LARGEST = 512, 8  # fixed point: a level is off by 0.001 at most, and a squared error fits 32 bits
@@ -94,7 +93,7 @@ _UNREACHED = 2**29
 
 
 def _trellis_codes(x: Array, bits: int) -> Array:
-    """Viterbi's algorithm over the rows. State (u_(j−1), u_(j−2)); all rows take a step together, costs are integers."""
+    """Viterbi's algorithm over the rows, which all take a step together. Costs are integers."""
     level = np.round(levels(bits, "trellis") * UNIT).astype(np.int32)
     fixed = jnp.round(jnp.clip(jnp.where(jnp.isnan(x), 0.0, x), -LARGEST, LARGEST) * UNIT).astype(jnp.int32)
 
@@ -121,9 +120,7 @@ def _trellis_codes(x: Array, bits: int) -> Array:
     costs, choices = lax.scan(step, (first, *[first + _UNREACHED] * 3), jnp.moveaxis(fixed, -1, 0))
 
     def back(state: Array, choices: tuple[Array, ...]) -> tuple[Array, Array]:
-        choice = functools.reduce(
-            lambda found, i: jnp.where(state == i, choices[i], found), range(1, 4), choices[0]
-        )
+        choice = functools.reduce(lambda found, i: jnp.where(state == i, choices[i], found), range(1, 4), choices[0])
         # state 2·u_(j−1) + u_j after the step
         return (state >> 1) + 2 * (choice & 1), ((choice >> 1) << 1) + (state & 1)
 

@@ -1,7 +1,7 @@
 """KVarN's tile with better rounding at its bytes: mean-free rows of unit variance on a grid, then every token's norm.
 
 A tile is rotated and balanced over both axes as KVarN's is (arXiv:2606.03458). Its rows are then nearly Gaussian, for
-which min/max rounding has twice the error of the best levels and three times that of a trellis of the same bits; and the
+which min/max rounding has twice the error of the best levels, and 2.6 times that of a trellis of the same bits; and the
 scale that a token stores anyway is refit after rounding, which costs nothing. docs/tile.md derives and measures it.
 """
 
