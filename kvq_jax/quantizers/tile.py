@@ -45,18 +45,28 @@ def positive(x: Array) -> Array:
     return jnp.where(x < _TINY, 1.0, x)
 
 
-def refit_factor(refit: str, x: Array, y: Array, axis: int) -> Array:
-    """What the vectors y along `axis` are multiplied by to stand for x: ‖x‖/‖y‖ (`norm`), or x·y/‖y‖² (`lsq`)."""
+def refit_factor(refit: str, x: Array, y: Array, axis: int, mean: Array | None = None) -> Array:
+    """What the vectors y along `axis` are multiplied by to stand for x beside a mean that is kept as it is.
+
+    norm: the f with ‖f·y + mean‖ = ‖x + mean‖, which is ‖x‖/‖y‖ without a mean, and where no such f exists
+    lsq:  x·y/‖y‖²
+    none: 1, and 0 for x = 0
+    """
     if refit == "none":
-        return jnp.ones_like(x.sum(axis))
-    x_unit, y_unit = (positive(jnp.max(jnp.abs(z))) for z in (x, y))  # squares of 1e30 overflow
-    x, y = x / x_unit, y / y_unit
+        return jnp.where((x == 0).all(axis), 0.0, 1.0)
+    unit = positive(jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y))))  # squares of 1e30 overflow
+    x, y, kept = x / unit, y / unit, 0.0 if mean is None else mean / unit
     squared = jnp.sum(y * y, axis)
-    if refit == "norm":
-        factor = jnp.sqrt(jnp.sum(x * x, axis) / positive(squared))
-    else:
+    if refit == "lsq":
         factor = jnp.maximum(jnp.sum(x * y, axis), 0) / positive(squared)
-    return jnp.where(squared < _TINY, 1.0, factor * (x_unit / y_unit))
+    else:
+        of_x = jnp.sum(x * x, axis)
+        along, wanted = jnp.sum(y * kept, axis), of_x + 2 * jnp.sum(x * kept, axis)
+        root = jnp.sqrt(jnp.maximum(along * along + squared * wanted, 0))
+        factor = (root - along) / positive(squared)
+        solved = (root > 0) & (factor > 0)
+        factor = jnp.where(solved, factor, jnp.sqrt(of_x / positive(squared)))
+    return jnp.where(squared < _TINY, 1.0, factor)
 
 
 @dataclass(frozen=True)
@@ -114,8 +124,8 @@ class TileKeys(_Gridded, ChannelRows):
 
     def _refit(self, rows: Array, codes: Array, column: Array, scale: Array, zero: Array) -> Array:
         y = grid_values(codes.astype(jnp.int32), self.bits, self.grid) * widen(scale)[:, None] + widen(zero)[:, None]
-        found = column if self.refit == "none" else refit_factor(self.refit, rows, y, 0)
-        return store(found, SCALE_DTYPES[self.scales][1])
+        factor = refit_factor(self.refit, rows, y, 0)
+        return store(column * factor if self.refit == "none" else factor, SCALE_DTYPES[self.scales][1])
 
 
 @dataclass(frozen=True)
@@ -133,26 +143,27 @@ class TileValues(_Gridded, TokenRows):
     mean: str = "channel"
 
     def encode(self, tiles: Array, constants: Leaves) -> Leaves:
-        x, deviation, of_channels, scale, zero = each_tile(self._prepare, tiles)
+        x, deviation, scale, zero, column, mean = each_tile(self._prepare, tiles)
         codes = grid_codes(x, self.bits, self.grid)
-        scale, zero = each_tile(self._refit, deviation, codes, of_channels["channel_scale"], scale, zero)
-        leaves = {"codes": pack(codes, self.bits), "scale": scale[..., None], **of_channels}
-        return leaves | ({"zero": zero[..., None]} if self.mean == "token" else {})
+        scale, zero = each_tile(self._refit, deviation, codes, scale, zero, column, mean)
+        leaves = {"codes": pack(codes, self.bits), "scale": scale[..., None], "channel_scale": column}
+        extra = {"token": {"zero": zero[..., None]}, "channel": {"channel_mean": mean}, "none": {}}
+        return leaves | extra[self.mean]
 
-    def _prepare(self, rows: Array) -> tuple[Array, Array, Leaves, Array, Array]:
+    def _prepare(self, rows: Array) -> tuple[Array, ...]:
         scale_dtype, zero_dtype = SCALE_DTYPES[self.scales]
-        of_channels = {}
-        if self.mean == "channel":
-            of_channels["channel_mean"] = store(rows.mean(0), zero_dtype)
-            rows = rows - widen(of_channels["channel_mean"])
-        of_channels["channel_scale"] = store_scale(self.balance(rows), scale_dtype)
-        balanced = rows / positive(widen(of_channels["channel_scale"]))
+        mean = store(rows.mean(0) if self.mean == "channel" else jnp.zeros_like(rows[0]), zero_dtype)
+        rows = rows - widen(mean)
+        column = store_scale(self.balance(rows), scale_dtype)
+        balanced = rows / positive(widen(column))
         scale, zero = self.spread(balanced, centred=self.mean == "token")
-        return (balanced - zero[:, None]) / positive(scale)[:, None], rows, of_channels, scale, zero
+        return (balanced - zero[:, None]) / positive(scale)[:, None], rows, scale, zero, column, mean
 
-    def _refit(self, rows: Array, codes: Array, column: Array, scale: Array, zero: Array) -> tuple[Array, Array]:
+    def _refit(
+        self, rows: Array, codes: Array, scale: Array, zero: Array, column: Array, mean: Array
+    ) -> tuple[Array, Array]:
         y = grid_values(codes.astype(jnp.int32), self.bits, self.grid) * scale[:, None] + zero[:, None]
-        factor = refit_factor(self.refit, rows, y * widen(column), 1)
+        factor = refit_factor(self.refit, rows, y * widen(column), 1, widen(mean))
         dtype = SCALE_DTYPES[self.scales][1]
         return store(scale * factor, dtype), store(zero * factor, dtype)
 
