@@ -90,7 +90,6 @@ def plan() -> list[Work]:
 def load(text: str, work: list[Work], like: pseudo_decode.Inputs | None) -> pseudo_decode.Inputs:
     """Everything that this text's units read, checked; the model is loaded once."""
     FLAGS["text"].value = text  # what the harness reads, and writes into the rows
-    inputs.read_text(text)
     model = inputs.load_model() if like is None else like.model
     methods = {one.spec: build(one.spec) for one in work if one.text == text}
     blocks = tuple(dict.fromkeys(pseudo_decode.BLOCK_SIZE.value))
@@ -107,7 +106,10 @@ def body() -> None:
         FLAGS["num_tokens"].value = QUICK_TOKENS
     work = plan()
     given: dict[str, pseudo_decode.Inputs] = {}
-    for text in dict.fromkeys(one.text for one in work):
+    texts = list(dict.fromkeys(one.text for one in work))
+    for text in texts:
+        inputs.read_text(text)
+    for text in texts:
         known = next(iter(given.values()), None)
         given[text] = common.interruptible(functools.partial(load, text, work, known))
     first = next(iter(given.values()))

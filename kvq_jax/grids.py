@@ -62,17 +62,16 @@ def levels(bits: int, grid: str) -> np.ndarray:
 
 
 def grid_values(codes: Array, bits: int, grid: str) -> Array:
-    """Codes int32 `[..., C]` of whole rows -> their levels, float32."""
-    count = 2**bits
+    """Codes `[..., C]` of whole rows -> their levels, float32."""
+    index = codes.astype(jnp.int32)
     if grid == "trellis":
-        low = codes & 1
-        before = jnp.pad(low, [(0, 0)] * (low.ndim - 1) + [(2, 0)])
-        codes = 2 * (codes ^ before[..., :-2]) + before[..., 1:-1]
-        count *= 2
-    t = codes.astype(jnp.float32) * np.float32(2 / (count - 1)) - np.float32(1)
-    square, value = t * t, jnp.zeros_like(t)
-    for c in reversed(coefficients(bits, grid)):
-        value = value * square + np.float32(c)
+        before = jnp.pad(index & 1, [(0, 0)] * (index.ndim - 1) + [(2, 0)])
+        index = 2 * (index ^ before[..., :-2]) + before[..., 1:-1]
+    t = index.astype(jnp.float32) * np.float32(2 / (len(levels(bits, grid)) - 1)) - np.float32(1)
+    *rest, last = (np.float32(c) for c in coefficients(bits, grid))
+    square, value = t * t, jnp.full_like(t, last)
+    for c in reversed(rest):
+        value = value * square + c
     return value * t
 
 

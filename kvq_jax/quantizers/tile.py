@@ -79,7 +79,9 @@ class _Gridded(Affine):
     iters: int = 4
 
     def _codes(self, leaves: Leaves) -> Array:
-        return grid_values(unpack(leaves["codes"], self.bits, dtype=jnp.int32), self.bits, self.grid)
+        # Barriers, because XLA:CPU would work all of this out again for every query that reads it.
+        codes = lax.optimization_barrier(unpack(leaves["codes"], self.bits, dtype=jnp.int32))
+        return lax.optimization_barrier(grid_values(codes, self.bits, self.grid))
 
     def balance(self, rows: Array) -> Array:
         """The column scales `[C]` of one tile."""
@@ -123,7 +125,7 @@ class TileKeys(_Gridded, ChannelRows):
         return (rows - widen(zero)[:, None]) / positive(widen(scale))[:, None], column, scale, zero
 
     def _refit(self, rows: Array, codes: Array, column: Array, scale: Array, zero: Array) -> Array:
-        y = grid_values(codes.astype(jnp.int32), self.bits, self.grid) * widen(scale)[:, None] + widen(zero)[:, None]
+        y = grid_values(codes, self.bits, self.grid) * widen(scale)[:, None] + widen(zero)[:, None]
         factor = refit_factor(self.refit, rows, y, 0)
         return store(column * factor if self.refit == "none" else factor, SCALE_DTYPES[self.scales][1])
 
@@ -162,7 +164,7 @@ class TileValues(_Gridded, TokenRows):
     def _refit(
         self, rows: Array, codes: Array, scale: Array, zero: Array, column: Array, mean: Array
     ) -> tuple[Array, Array]:
-        y = grid_values(codes.astype(jnp.int32), self.bits, self.grid) * scale[:, None] + zero[:, None]
+        y = grid_values(codes, self.bits, self.grid) * scale[:, None] + zero[:, None]
         factor = refit_factor(self.refit, rows, y * widen(column), 1, widen(mean))
         dtype = SCALE_DTYPES[self.scales][1]
         return store(scale * factor, dtype), store(zero * factor, dtype)
