@@ -48,7 +48,8 @@ def positive(x: Array) -> Array:
 def refit_factor(refit: str, x: Array, y: Array, axis: int, mean: Array | None = None) -> Array:
     """What the vectors y along `axis` are multiplied by to stand for x beside a mean that is kept as it is.
 
-    norm: the f with ‖f·y + mean‖ = ‖x + mean‖, which is ‖x‖/‖y‖ without a mean, and where no such f exists
+    norm: the f with ‖f·y + mean‖ = ‖x + mean‖; ‖x‖/‖y‖ without a mean, and where f is not within a quarter of that,
+          as for a token that is short beside the mean
     lsq:  x·y/‖y‖²
     none: 1, and 0 for x = 0
     """
@@ -63,9 +64,8 @@ def refit_factor(refit: str, x: Array, y: Array, axis: int, mean: Array | None =
         of_x = jnp.sum(x * x, axis)
         along, wanted = jnp.sum(y * kept, axis), of_x + 2 * jnp.sum(x * kept, axis)
         root = jnp.sqrt(jnp.maximum(along * along + squared * wanted, 0))
-        factor = (root - along) / positive(squared)
-        solved = (root > 0) & (factor > 0)
-        factor = jnp.where(solved, factor, jnp.sqrt(of_x / positive(squared)))
+        factor, own = (root - along) / positive(squared), jnp.sqrt(of_x / positive(squared))
+        factor = jnp.where(jnp.abs(factor - own) <= own / 4, factor, own)
     return jnp.where(squared < _TINY, 1.0, factor)
 
 

@@ -198,9 +198,17 @@ def test_every_tokens_norm_comes_out_right(spec: str, grid: str) -> None:
     for quantizer in sides(str(kvq.scheme(spec, grid=grid)), 64):
         back = np.asarray(decode(quantizer, encode(quantizer, tile)))
         ratio = np.linalg.norm(back, axis=-1) / np.linalg.norm(tile, axis=-1)
-        # beside a mean that is kept, the norm of a token much shorter than the mean may be out of reach
-        beyond_reach = 0.03 if "channel_mean" in encode(quantizer, tile) else 0
+        # beside a mean that is kept, the norm of a token that is short beside it may be out of reach
+        beyond_reach = 0.05 if "channel_mean" in encode(quantizer, tile) else 0
         assert (np.abs(ratio - 1) > 2**-10).mean() <= beyond_reach
+
+
+def test_a_mean_far_longer_than_the_tokens_does_not_blow_them_up() -> None:
+    deviation = lognormal(1, 128, 64)
+    tile = deviation + 10 * gaussian(64)
+    _, v = sides("tile:", 64)
+    back = np.asarray(decode(v, encode(v, tile)))
+    assert np.square(back - tile).sum() < 0.15 * np.square(deviation).sum()
 
 
 def test_without_a_refit_norms_shrink_and_least_squares_shrinks_them_too() -> None:
