@@ -110,6 +110,17 @@ CASES = [
     Case("nvfp4:", (0.00787, 0.00869), (0.00773, 0.00854), (4.5, 4.5), (4.5, 4.5),
          small="nvfp4:recent=6"),
     Case("nvfp4:rotate=true", (0.00905, 0.01), (0.00898, 0.00993), (4.5, 4.5), (4.5, 4.5)),
+    Case("tile:bits=2", (0.0599, 0.0662), (0.0665, 0.0735), (2.5, 2.375), (2.5, 2.375),
+         small="tile:bits=2,group=16,sink=3,recent=5"),
+    Case("tile:bits=2,v_mean=token,grid=lloyd", (0.0771, 0.0852), (0.0725, 0.0801), (2.5, 2.375), (2.625, 2.375),
+         small="tile:k_bits=4,v_bits=3,v_mean=token,grid=lloyd,refit=lsq,normalize=published,group=8"),
+    Case("tile:bits=2,v_mean=none,scales=fp8", (0.0606, 0.067), (0.0798, 0.0882), (2.4375, 2.3125), (2.3125, 2.1875)),
+    Case("tile:bits=2,v_mean=token,grid=uniform,refit=none,normalize=none", (0.45, 0.498),
+         (0.124, 0.137), (2.5, 2.375), (2.625, 2.375)),
+    Case("tile:bits=1", (0.216, 0.239), (0.242, 0.268), (1.5, 1.375), (1.5, 1.375)),
+    Case("tile:bits=3,scales=f32", (0.0174, 0.0192), (0.0183, 0.0202), (4, 3.75), (4, 3.75)),
+    Case("tile:bits=4", (0.00485, 0.00536), (0.00474, 0.00523), (4.5, 4.375), (4.5, 4.375)),
+    Case("tile:k_bits=4,v_bits=2", (0.00485, 0.00536), (0.0665, 0.0735), (4.5, 4.375), (2.5, 2.375)),
 ]
 # fmt: on
 

@@ -33,10 +33,11 @@ def _as_heads(rows: Array, kv_heads: int) -> Array:
 def _largest(keys: Array, count: int) -> tuple[Array, Array]:
     """The `count` largest of the last axis and where they are; of equals, the ones of the lowest index.
 
-    Without the barrier XLA:CPU merges slices of the result into it, and then sorts whole rows, a hundred times slower.
+    Without the barriers XLA:CPU merges slices of the result into it, and then sorts whole rows, a hundred times slower;
+    one barrier around both makes it crash where it splits the work over devices.
     """
-    values, index = lax.optimization_barrier(lax.top_k(keys, count))
-    return values, index
+    values, index = lax.top_k(keys, count)
+    return lax.optimization_barrier(values), lax.optimization_barrier(index)
 
 
 def _bounds(constants: Mapping[str, Array], steps: int = 0) -> tuple[Array, Array, Array, Array]:
