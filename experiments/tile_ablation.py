@@ -46,7 +46,8 @@ PARTS = {
     "tile:v_mean=none": "… V without a mean",
     "tile:v_mean=none,scales=fp8": "… and FP8 scales of channels",
 }
-FAMILIES = ("kivi", "hadamard", "kvarn", "turboquant", "ultraquant", "tile")  # those that this version has
+FAMILIES = ("kivi", "hadamard", "kvarn", "turboquant", "tile")
+FIXED = ("ultraquant", "ultraquant:c=0.195")  # 4 bits, and no others
 SWEEP = ("bits=1", "k_bits=2,v_bits=1", "bits=2", "bits=3", "bits=4")
 BASE = "kvarn:bits=2"  # of the ratios
 QUICK_SPECS = ("kvarn:bits=2", "tile:v_mean=token,grid=lloyd", "tile:v_mean=token")
@@ -76,7 +77,7 @@ def build(spec: str) -> kvq.Scheme:
 def plan() -> list[Work]:
     """What is measured, the parts of every text first, no scheme twice."""
     texts = common.TEXT.value.split(",") if FLAGS["text"].present else list(TEXTS)
-    specs = [*PARTS, *(f"{name}:{bits}" for name in FAMILIES if name in kvq.list_schemes() for bits in SWEEP)]
+    specs = [*PARTS, *(f"{name}:{bits}" for name in FAMILIES for bits in SWEEP), *FIXED]
     if QUICK.value:
         texts, specs = texts[:1], list(QUICK_SPECS)
     if FLAGS["method"].present:
@@ -222,7 +223,7 @@ def kl_against_bits(rows: list[run.Row]) -> bytes:
             for (where, method, _), unit in by_unit(rows).items():
                 if where == text and method.partition(":")[0] == family:
                     row: dict[str, Any] = unit.get("accumulated") or unit["static"]
-                    if method == str(build(f"{family}:bits=2")) or not row["part"]:
+                    if not row["part"] or method == str(build(f"{family}:bits=2")):
                         points.append((row["bits_per_element_store"], row["kl_nats"]))
             if points:
                 axis.plot(*zip(*sorted(points), strict=True), label=family, **plots.look(i))
