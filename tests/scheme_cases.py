@@ -119,6 +119,13 @@ CASES = [
     Case("nvfp4:", (0.00787, 0.00869), (0.00773, 0.00854), (4.5, 4.5), (4.5, 4.5),
          small="nvfp4:recent=6"),
     Case("nvfp4:rotate=true", (0.00905, 0.01), (0.00898, 0.00993), (4.5, 4.5), (4.5, 4.5)),
+    Case("blockgrid:scale=l2,grid=uniform", (0.0095, 0.0105), (0.00936, 0.0103), (4.25, 4.125), (4.25, 4.125)),
+    Case("blockgrid:block=32,grid=lloyd", (0.00553, 0.00611), (0.00546, 0.00603), (4.5, 4.5), (4.5, 4.5),
+         small="blockgrid:rotate=false,block=16,grid=fp4,sink=3,recent=5,group=4"),
+    Case("blockgrid:rotate=false,block=16,grid=fp4", (0.00755, 0.00835), (0.00733, 0.0081), (5, 5), (5, 5)),
+    Case("blockgrid:rotate=false,scale=l2,block=32,grid=refit,values=bf16", (0.0653, 0.0722), (2.49e-06, 2.75e-06),
+         (4.5, 4.5), (16, 16),
+         small="blockgrid:scale=l2,block=16,grid=refit,values=bf16"),
 ]
 # fmt: on
 
@@ -147,6 +154,11 @@ def refitted_book(scheme: kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str,
     return {"k_book": 1.1 * np.array(levels) / head_dim**0.5}  # the normal book, stretched as outliers want it
 
 
+def block_book(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.ndarray] | None:
+    size = scheme.block or head_dim
+    return {"k_book": 1.1 * np.array(gaussian_levels(4)) / size**0.5} if scheme.needs_constants else None
+
+
 def kvquant_tables(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.ndarray]:
     """Ranges of `pinned`; tables that are not sorted, and hold 0."""
     upper = np.full((kv_heads, head_dim), 0.9, np.float32)
@@ -158,6 +170,7 @@ def kvquant_tables(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.nd
 
 # Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer, or None.
 CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray] | None]] = {
+    "blockgrid": block_book,
     "fp8": fp8_constants,
     "kvquant": kvquant_tables,
     "ultra_tq": refitted_book,
