@@ -172,11 +172,13 @@ def three_panels(title: str, drawn: dict[str, bytes], name: str) -> Iterator[lis
     drawn[name] = plots.as_png(fig, title)
 
 
-def draw(measured: Sequence[Unit], x: str, line: Callable[[Unit], str], xlabel: str) -> dict[str, bytes]:
-    """`by_<x>.png`: a category of the axis `x` each, one line for every `line`; and `kl_against_mse.png`."""
+def draw(measured: Sequence[Unit], x: str, order: Sequence[str], line: Callable[[Unit], str]) -> dict[str, bytes]:
+    """`by_<x>.png`: the categories of the axis `x`, those of `order` first, one line for every `line`; and
+    `kl_against_mse.png`."""
     drawn: dict[str, bytes] = {}
     about = f"{measured[0].any['model'].split('/')[-1]} reading {measured[0].any['text'].split('/')[-1]}"
-    ticks = list(dict.fromkeys(unit.axes[x] for unit in measured))
+    there = dict.fromkeys(unit.axes[x] for unit in measured)
+    ticks = [*(one for one in order if one in there), *(one for one in there if one not in order)]
     lines = list(dict.fromkeys(map(line, measured)))
     with three_panels(f"{about}; bars: 95 %", drawn, f"by_{x}.png") as axes:
         for i, name in enumerate(lines):
@@ -193,7 +195,7 @@ def draw(measured: Sequence[Unit], x: str, line: Callable[[Unit], str], xlabel: 
                 axis.errorbar(at, y, yerr=error, label=name, elinewidth=0.7, **plots.look(i))
         for axis in axes:
             axis.set_xticks(range(len(ticks)), ticks)
-            axis.set_xlabel(xlabel)
+            axis.set_xlabel(x)
     fig, panels = plots.figure(2)
     for panel, regime in zip(panels, REGIMES, strict=True):
         for i, name in enumerate(lines):

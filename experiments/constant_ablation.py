@@ -131,7 +131,7 @@ def body() -> None:
         print(f"{len(settings)} settings; sink, recent and group {common.window_flags()}.\n")
         ablation.measure_all(given, settings, results)
         measured = ablation.units(results.rows, AXES)
-        pngs = ablation.draw(measured, "c", lambda unit: unit.axes["rounding"], "c")
+        pngs = ablation.draw(measured, "c", list(PUBLISHED.values()), lambda unit: unit.axes["rounding"])
         drawn = [results.write(name, png) for name, png in pngs.items()]
         print("\n" + shown(measured) + "\n")
         for one in sentences(measured, common.SEED.value):

@@ -39,6 +39,7 @@ CALIBRATION_TOKENS = flags.DEFINE_integer(
     "calibration_tokens", 2048, "Tokens behind those that are read, to which levels are refitted.", lower_bound=16
 )
 AXES = ("rotation", "scale", "levels")
+SCALES = ["ℓ2, token", "absmax, token", *(f"absmax/{block}" for block in sorted(BLOCKS, reverse=True))]
 QUICK = ("l2,grid=uniform", "l2,grid=lloyd", *(f"absmax,block=32,grid={grid}" for grid in ("uniform", "lloyd", "fp4")))
 
 
@@ -146,7 +147,7 @@ def body() -> None:
         print(f"{len(settings)} settings; sink, recent and group {common.window_flags()}.\n")
         ablation.measure_all(given, settings, results)
         measured = ablation.units(results.rows, AXES)
-        pngs = ablation.draw(measured, "scale", lambda u: f"{u.axes['levels']}, rotation {u.axes['rotation']}", "scale")
+        pngs = ablation.draw(measured, "scale", SCALES, lambda u: f"{u.axes['levels']}, rotation {u.axes['rotation']}")
         drawn = [results.write(name, png) for name, png in pngs.items()]
         print("\n" + shown(measured) + "\n")
         for one in sentences(measured, common.SEED.value):
