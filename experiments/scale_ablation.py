@@ -95,8 +95,22 @@ def shown(measured: list[Unit]) -> str:
 
 
 EFFECTS = {
-    "the rotation": ({"rotation": "off"}, {"rotation": "on"}),
-    "blocks of 32 with their absmax in place of one ℓ2 norm a token": ({"scale": "ℓ2, token"}, {"scale": "absmax/32"}),
+    "the rotation under one ℓ2 norm a token": (
+        {"scale": "ℓ2, token", "rotation": "off"},
+        {"scale": "ℓ2, token", "rotation": "on"},
+    ),
+    "the rotation under absmax of 32": (
+        {"scale": "absmax/32", "rotation": "off"},
+        {"scale": "absmax/32", "rotation": "on"},
+    ),
+    "absmax of 32 in place of one ℓ2 norm a token, rotated": (
+        {"scale": "ℓ2, token", "rotation": "on"},
+        {"scale": "absmax/32", "rotation": "on"},
+    ),
+    "the same without rotation": (
+        {"scale": "ℓ2, token", "rotation": "off"},
+        {"scale": "absmax/32", "rotation": "off"},
+    ),
     "blocks of 16 in place of 32": ({"scale": "absmax/32"}, {"scale": "absmax/16"}),
     "Lloyd–Max levels in place of uniform ones": ({"levels": "uniform"}, {"levels": "lloyd"}),
     "FP4 in place of uniform levels": ({"levels": "uniform"}, {"levels": "fp4"}),

@@ -59,7 +59,7 @@ def test_scales_are_measured_refitted_resumed_and_told_apart(
     assert mse[3] > mse[4]  # its own keys
     assert {row["scale"] for row in found} == {"ℓ2, token", "absmax/16"}
     assert [row["constants_digest"] is None for row in found] == [True] * 8 + [False] * 2
-    for sentence in ("• Asked:", "• Found: the rotation, ×", "• How sure:", "(1 pairs)", "Spearman's"):
+    for sentence in ("• Asked:", "• Found: Lloyd–Max levels in place of", "• How sure:", "(1 pairs)", "Spearman's"):
         assert sentence in shown
     for name in ("by_scale.png", "kl_against_mse.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
