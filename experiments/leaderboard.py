@@ -8,6 +8,7 @@ cache; a method is worth its bytes where none is both below it and to its left. 
 """
 
 import contextlib
+import functools
 import hashlib
 import shutil
 from pathlib import Path
@@ -46,6 +47,9 @@ METHODS = [
     "kvarn:bits=2,normalize=equivariant",
     "kvarn:bits=2,scales=fp8",
     "kvarn:k_bits=4,v_bits=2",
+    "tile",
+    "tile:bits=3",
+    "tile:bits=4",
     "kvquant:bits=2",
     "kvquant:bits=3",
     "kvquant:bits=4",
@@ -174,7 +178,8 @@ def kl_against_bytes(units: list[report.Unit]) -> bytes:
 
 def body() -> None:
     """The binary, after its flags have been parsed."""
-    given = common.interruptible(lambda: decode.load_inputs(calibrated))
+    find = functools.partial(inputs.load_constants, make=calibrated)
+    given = common.interruptible(lambda: decode.load_inputs(find_constants=find))
     shutil.rmtree(CONSTANTS / "captures", ignore_errors=True)
     with decode.open_results(BINARY, given) as results:
         print(f"{len(given.methods)} methods; sink, recent and group {common.window_flags()}.\n")

@@ -9,7 +9,7 @@ Writes config.json, rows.jsonl, summary.csv and plots to --out, and a table to t
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +62,20 @@ class Inputs:
     implementation: str
 
 
-def load_inputs(make_constants: Callable[[kvq.Scheme, models.Model], kvq.Constants] | None = None) -> Inputs:
+Finder = Callable[[Iterable[kvq.Scheme], models.Model], dict[str, kvq.Constants]]
+
+
+def load_inputs(methods: dict[str, kvq.Scheme] | None = None, find_constants: Finder = inputs.load_constants) -> Inputs:
     """Read and check the flags, the text and the model. Raises for what cannot run, before anything is written.
 
-    make_constants: for a method that needs constants and has none from --constants, which else is an error.
+    methods: instead of those of --method. find_constants: where the methods' constants come from, by `calibrated()`.
     """
     if common.RESUME.value and not common.OUT.value:
         raise ValueError("--resume needs to know which run to go on with; pass its folder as --out")
     if SKIP_POSITIONS.value >= common.NUM_TOKENS.value - 1:
         few = f"--skip_positions={SKIP_POSITIONS.value} leaves nothing of --num_tokens={common.NUM_TOKENS.value}"
         raise ValueError(f"{few} to count; pass fewer, or more tokens")
-    methods = common.methods()
+    methods = common.methods() if methods is None else methods
     if not methods:
         raise ValueError(f"no --method was given; known: {', '.join(kvq.list_schemes())}")
     implementation = kvq.resolve_implementation(common.IMPLEMENTATION.value)
@@ -80,7 +83,7 @@ def load_inputs(make_constants: Callable[[kvq.Scheme, models.Model], kvq.Constan
     blocks = tuple(dict.fromkeys(BLOCK_SIZE.value))
     model = inputs.load_model(blocks)
     tokens = inputs.windows(model)
-    constants = inputs.load_constants(methods.values(), model, make_constants)
+    constants = find_constants(methods.values(), model)
     inputs.check_methods(methods.values(), model, blocks, constants)
     return Inputs(model, tokens, methods, constants, blocks, tuple(dict.fromkeys(REGIME.value)), implementation)
 
@@ -165,8 +168,16 @@ def _numbers_a_token(model: models.Model) -> int:
     return model.config.num_key_value_heads * model.config.head_dim
 
 
-def open_results(binary: str, given: Inputs) -> contextlib.AbstractContextManager[run.Run]:
-    """The run folder of the flags, whose rows are one method, block size and regime each."""
+KEY = ("method", "block_size", "regime")
+
+
+def open_results(
+    binary: str, given: Inputs, *, key: tuple[str, ...] = KEY, **also: Any
+) -> contextlib.AbstractContextManager[run.Run]:
+    """The run folder of the flags, whose rows are one method, block size and regime each, or one `key`.
+
+    also: what the numbers depend on besides `determines`.
+    """
     config = {
         "binary": binary,
         "flags": common.as_config(),
@@ -176,8 +187,7 @@ def open_results(binary: str, given: Inputs) -> contextlib.AbstractContextManage
         "model_digest": given.model.digest,
     }
     out = Path(common.OUT.value) if common.OUT.value else run.default_path(binary)
-    key = ("method", "block_size", "regime")
-    return run.open_run(out, config=config, determines=determines(given), key=key, resume=common.RESUME.value)
+    return run.open_run(out, config=config, determines=determines(given) | also, key=key, resume=common.RESUME.value)
 
 
 def measure_all(given: Inputs, results: run.Run) -> None:

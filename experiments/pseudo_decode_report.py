@@ -12,7 +12,7 @@ Row = dict[str, Any]
 REGIMES = ("static", "accumulated")
 
 
-def _wrap(text: str, indent: str = "", first: str | None = None) -> str:
+def wrap(text: str, indent: str = "", first: str | None = None) -> str:
     return textwrap.fill(text, 116, initial_indent=indent if first is None else first, subsequent_indent=indent)
 
 
@@ -21,24 +21,24 @@ def introduction(model: str, text: str, shape: tuple[int, ...], blocks: tuple[in
     batch, tokens = shape
     many, sizes = f"{batch} sequences of " if batch > 1 else "", " and ".join(map(str, blocks))
     paragraphs = [
-        _wrap(
+        wrap(
             f"{model} reads {many}{tokens:,} tokens of {text}, in blocks of {sizes}. Each block attends to a cache of "
             "the keys and values of all earlier ones: once unquantized (the reference), and through each method's "
             "packed cache."
         ),
-        _wrap(
+        wrap(
             "the cache is filled with the reference's keys and values. A rounding error is read, but never becomes an "
             "input: so prefill sees a method.",
             " " * 15,
             "  static       ",
         ),
-        _wrap(
+        wrap(
             "the cache is filled with what the quantized run itself computed. Errors travel down the layers and on in "
             "time: so decoding sees a method.",
             " " * 15,
             "  accumulated  ",
         ),
-        _wrap(
+        wrap(
             "KL is how far the quantized run's next-token distribution is from the reference's, in nats; 0 is "
             f"identical. Positions from {skip} on are counted."
         ),
@@ -136,7 +136,7 @@ def _table(measured: list[Unit]) -> str:
         how,
     ]
     shown = table([header for header, _ in columns], [[cell(unit) for _, cell in columns] for unit in measured])
-    return "\n".join([shown, "", *map(_wrap, notes)])
+    return "\n".join([shown, "", *map(wrap, notes)])
 
 
 def _main_regime(measured: list[Unit]) -> str:
@@ -214,4 +214,4 @@ def conclusions(rows: list[Row]) -> str:
             f"Speed: {min(speeds):,.0f} to {max(speeds):,.0f} tokens a second, the reference and all regimes side by "
             f"side, without compilation. Peak memory: {max(r['peak_memory_bytes'] for r in small) / 2**30:.2f} GiB."
         )
-    return "\n".join(["", _table(measured), "", *(_wrap(sentence, "  ", "• ") for sentence in said)])
+    return "\n".join(["", _table(measured), "", *(wrap(sentence, "  ", "• ") for sentence in said)])

@@ -121,6 +121,12 @@ CASES = [
     Case("tile:bits=3,scales=f32", (0.0174, 0.0192), (0.0183, 0.0202), (4, 3.75), (4, 3.75)),
     Case("tile:bits=4", (0.00485, 0.00536), (0.00474, 0.00523), (4.5, 4.375), (4.5, 4.375)),
     Case("tile:k_bits=4,v_bits=2", (0.00485, 0.00536), (0.0665, 0.0735), (4.5, 4.375), (2.5, 2.375)),
+    Case("blockgrid:scale=l2,grid=uniform", (0.0095, 0.0105), (0.00936, 0.0103), (4.25, 4.125), (4.25, 4.125)),
+    Case("blockgrid:block=32,grid=lloyd", (0.00553, 0.00611), (0.00546, 0.00603), (4.5, 4.5), (4.5, 4.5),
+         small="blockgrid:rotate=false,block=16,grid=fp4,sink=3,recent=5,group=4"),
+    Case("blockgrid:rotate=false,block=16,grid=fp4", (0.00755, 0.00835), (0.00733, 0.0081), (5, 5), (5, 5)),
+    Case("blockgrid:rotate=false,scale=l2,block=32,grid=refit,values=bf16", (0.0471, 0.052), (2.49e-06, 2.75e-06),
+         (4.5, 4.5), (16, 16)),
 ]
 # fmt: on
 
@@ -149,6 +155,10 @@ def refitted_book(scheme: kvq.Scheme, kv_heads: int, head_dim: int) -> dict[str,
     return {"k_book": 1.1 * np.array(levels) / head_dim**0.5}  # the normal book, stretched as outliers want it
 
 
+def block_book(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.ndarray] | None:
+    return {"k_book": np.linspace(-1, 1, 16)} if scheme.needs_constants else None
+
+
 def kvquant_tables(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.ndarray]:
     """Ranges of `pinned`; tables that are not sorted, and hold 0."""
     upper = np.full((kv_heads, head_dim), 0.9, np.float32)
@@ -160,6 +170,7 @@ def kvquant_tables(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.nd
 
 # Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer, or None.
 CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray] | None]] = {
+    "blockgrid": block_book,
     "fp8": fp8_constants,
     "kvquant": kvquant_tables,
     "ultra_tq": refitted_book,

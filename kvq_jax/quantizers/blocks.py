@@ -36,7 +36,7 @@ class Blocks(Quantizer):
         """float32 `[..., blocks, block]` -> codes uint8 in [0, 16) of the same shape, scale leaf `[..., blocks]`."""
 
     @abc.abstractmethod
-    def values(self, codes: Array) -> Array:
+    def values(self, codes: Array, constants: Leaves) -> Array:
         """What the codes (int32 in [0, 16)) stand for, up to the factor in `scale`, float32."""
 
     @abc.abstractmethod
@@ -51,5 +51,5 @@ class Blocks(Quantizer):
         return {"codes": pack(codes.reshape(tiles.shape), 4), "scale": scale}
 
     def decode(self, leaves: Leaves, constants: Leaves) -> Array:
-        values = self.values(unpack(leaves["codes"], 4, dtype=jnp.int32))
+        values = self.values(unpack(leaves["codes"], 4, dtype=jnp.int32), constants)
         return (self._split(values) * self.scale(leaves["scale"], constants)[..., None]).reshape(values.shape)

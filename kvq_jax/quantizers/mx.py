@@ -71,7 +71,7 @@ class MXFP4Blocks(_MX):
     def elements(self, blocks: Array, byte: Array) -> Array:
         return e2m1_codes(blocks, byte, ties_to_even=True)
 
-    def values(self, codes: Array) -> Array:
+    def values(self, codes: Array, constants: Leaves) -> Array:
         return e2m1(codes) * 0.5
 
 
@@ -89,7 +89,7 @@ class MXINT4Blocks(_MX):
         levels = jnp.where(jnp.isfinite(levels), levels, 0)  # of a NaN block, which has no elements
         return jnp.clip(jnp.round(levels), -7, 7).astype(jnp.int32).astype(jnp.uint8) & 15
 
-    def values(self, codes: Array) -> Array:
+    def values(self, codes: Array, constants: Leaves) -> Array:
         return ((codes ^ 8) - 8).astype(jnp.float32) * 0.5
 
 
@@ -111,7 +111,7 @@ class NVFP4Blocks(Blocks):
         codes = e2m1_codes(blocks / (scale * tensor_scale)[..., None], jnp.uint8(127), ties_to_even=True)
         return codes, store(jnp.where(is_finite(largest(blocks)), scale, jnp.nan), jnp.float8_e4m3fn)
 
-    def values(self, codes: Array) -> Array:
+    def values(self, codes: Array, constants: Leaves) -> Array:
         return e2m1(codes)
 
     def scale(self, leaf: Array, constants: Leaves) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvq_jax.balance import variance_normalize
-from kvq_jax.formats import SCALE_DTYPES, store, store_scale, widen
+from kvq_jax.formats import SCALE_DTYPES, rounded, store, store_scale, widen
 from kvq_jax.grids import BITS, GRIDS, grid_codes, grid_values
 from kvq_jax.packing import pack, unpack
 from kvq_jax.quantizers.affine import Affine, ChannelRows, TokenRows, row_range
@@ -40,6 +40,11 @@ def each_tile(function: Callable[..., Any], *arrays: Array, axes: int = 2) -> An
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), out)
 
 
+def product(x: Array, y: Array) -> Array:
+    """x·y, not fused into the sum that follows: the bytes must not depend on how a program is compiled."""
+    return rounded(x * y, jnp.float32)
+
+
 def positive(x: Array) -> Array:
     """x, and 1 where it is nothing to divide by; NaN stays."""
     return jnp.where(x < _TINY, 1.0, x)
@@ -56,14 +61,14 @@ def refit_factor(refit: str, x: Array, y: Array, axis: int, mean: Array | None =
     if refit == "none":
         return jnp.where((x == 0).all(axis), 0.0, 1.0)
     unit = positive(jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y))))  # squares of 1e30 overflow
-    x, y, kept = x / unit, y / unit, 0.0 if mean is None else mean / unit
-    squared = jnp.sum(y * y, axis)
+    x, y, kept = x / unit, y / unit, jnp.zeros(()) if mean is None else mean / unit
+    squared = jnp.sum(product(y, y), axis)
     if refit == "lsq":
-        factor = jnp.maximum(jnp.sum(x * y, axis), 0) / positive(squared)
+        factor = jnp.maximum(jnp.sum(product(x, y), axis), 0) / positive(squared)
     else:
-        of_x = jnp.sum(x * x, axis)
-        along, wanted = jnp.sum(y * kept, axis), of_x + 2 * jnp.sum(x * kept, axis)
-        root = jnp.sqrt(jnp.maximum(along * along + squared * wanted, 0))
+        of_x = jnp.sum(product(x, x), axis)
+        along, wanted = jnp.sum(product(y, kept), axis), of_x + 2 * jnp.sum(product(x, kept), axis)
+        root = jnp.sqrt(jnp.maximum(product(along, along) + product(squared, wanted), 0))
         factor, own = (root - along) / positive(squared), jnp.sqrt(of_x / positive(squared))
         factor = jnp.where(jnp.abs(factor - own) <= own / 4, factor, own)
     return jnp.where(squared < _TINY, 1.0, factor)
@@ -99,7 +104,8 @@ class _Gridded(Affine):
             zero = low / 2 + high / 2 if centred else jnp.zeros_like(low)
             return jnp.maximum(high - zero, zero - low), zero
         zero = unit.mean(-1) if centred else jnp.zeros_like(low)
-        return largest * jnp.sqrt(jnp.mean(jnp.square(unit - zero[:, None]), -1)), largest * zero
+        centred_unit = unit - zero[:, None]
+        return largest * jnp.sqrt(jnp.mean(product(centred_unit, centred_unit), -1)), largest * zero
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ class TileKeys(_Gridded, ChannelRows):
         return (rows - widen(zero)[:, None]) / positive(widen(scale))[:, None], column, scale, zero
 
     def _refit(self, rows: Array, codes: Array, column: Array, scale: Array, zero: Array) -> Array:
-        y = grid_values(codes, self.bits, self.grid) * widen(scale)[:, None] + widen(zero)[:, None]
+        y = product(grid_values(codes, self.bits, self.grid), widen(scale)[:, None]) + widen(zero)[:, None]
         factor = refit_factor(self.refit, rows, y, 0)
         return store(column * factor if self.refit == "none" else factor, SCALE_DTYPES[self.scales][1])
 
@@ -164,7 +170,7 @@ class TileValues(_Gridded, TokenRows):
     def _refit(
         self, rows: Array, codes: Array, scale: Array, zero: Array, column: Array, mean: Array
     ) -> tuple[Array, Array]:
-        y = grid_values(codes, self.bits, self.grid) * scale[:, None] + zero[:, None]
+        y = product(grid_values(codes, self.bits, self.grid), scale[:, None]) + zero[:, None]
         factor = refit_factor(self.refit, rows, y * widen(column), 1, widen(mean))
         dtype = SCALE_DTYPES[self.scales][1]
         return store(scale * factor, dtype), store(zero * factor, dtype)

@@ -50,7 +50,7 @@ class UltraBlocks(Blocks):
         codes &= jnp.where(byte > 0, 15, 0).astype(jnp.uint8)[..., None]
         return codes, byte.astype(jnp.uint8)
 
-    def values(self, codes: Array) -> Array:
+    def values(self, codes: Array, constants: Leaves) -> Array:
         return e2m1(codes)
 
     def scale(self, leaf: Array, constants: Leaves) -> Array:
