@@ -21,9 +21,9 @@ import kvq_jax as kvq
 from experiments import pseudo_decode as decode
 from experiments.harness import flags as common
 from experiments.harness import plots
+from experiments.harness.quick import QUICK
 from experiments.harness.run import Run
 
-QUICK = flags.DEFINE_bool("quick", False, "A few settings of the design on 768 tokens: a look in two minutes.")
 BLOCK, REGIMES, RESAMPLES = 128, ("static", "accumulated"), 2000
 KEY = (*decode.KEY, "constants_digest")
 

@@ -21,12 +21,13 @@ from experiments import pseudo_decode as decode
 from experiments import pseudo_decode_report as report
 from experiments.ablation import Setting, Unit
 from experiments.harness import flags as common
+from experiments.harness import quick
 from experiments.harness.table import table
 from kvq_jax.block_formats import ROUNDINGS
 from kvq_jax.quantizers.ultraquant import UltraQuant
 
 BINARY = "constant_ablation"
-for module in (common, decode, ablation):
+for module in (common, decode, ablation, quick):
     flags.adopt_module_key_flags(module)
 PUBLISHED = {0.156: "0.156", 1 / 6: "1/6", 0.195: "0.195", 1.0: "1.0"}
 AXES = ("c", "rounding", "granularity")
@@ -34,7 +35,7 @@ AXES = ("c", "rounding", "granularity")
 
 def design() -> list[str]:
     """The specs of all settings."""
-    if ablation.QUICK.value:
+    if quick.QUICK.value:
         pairs = [*((c, "nearest") for c in PUBLISHED), (0.195, "floor"), (0.156, "ceil")]
     else:
         pairs = [(c, rounding) for rounding in ROUNDINGS for c in PUBLISHED]

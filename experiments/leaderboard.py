@@ -58,14 +58,11 @@ METHODS = [
     "ultra_tq:bits=4",
     "ultraquant",
     "ultraquant:c=0.195",
+    "ultraquant:protect=2",
     "mxfp4",
     "mxint4",
     "nvfp4",
 ]
-flags.set_default(common.METHOD, METHODS)
-for flag in (common.SINK, common.RECENT, common.GROUP):
-    flags.set_default(flag, 128)
-
 # Methods that need constants and get none from --constants are calibrated on sequences of the same text that nothing
 # is measured on: those right after. Kept in the folder, by all that determines them.
 SEQUENCES, TOKENS, CONSTANTS = 4, 1024, Path("out", "constants")
@@ -192,5 +189,8 @@ def body() -> None:
         print(report.written(results.path, drawn))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # defaults of this program, not of whoever imports it beside another binary
+    flags.set_default(common.METHOD, METHODS)
+    for flag in (common.SINK, common.RECENT, common.GROUP):
+        flags.set_default(flag, 128)
     common.main(body)

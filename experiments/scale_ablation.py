@@ -25,7 +25,7 @@ from experiments import pseudo_decode as decode
 from experiments import pseudo_decode_report as report
 from experiments.ablation import Unit
 from experiments.harness import flags as common
-from experiments.harness import inputs
+from experiments.harness import inputs, quick
 from experiments.harness.progress import Progress
 from experiments.harness.table import table
 from kvq_jax.quantizers.blockgrid import BlockGrid
@@ -33,7 +33,7 @@ from kvq_jax.quantizers.blocks import BLOCKS
 from models.registry import open_checkpoint
 
 BINARY = "scale_ablation"
-for module in (common, decode, ablation):
+for module in (common, decode, ablation, quick):
     flags.adopt_module_key_flags(module)
 CALIBRATION_TOKENS = flags.DEFINE_integer(
     "calibration_tokens", 2048, "Tokens behind those that are read, to which levels are refitted.", lower_bound=16
@@ -45,7 +45,7 @@ QUICK = ("l2,grid=uniform", "l2,grid=lloyd", *(f"absmax,block=32,grid={grid}" fo
 
 def design(head_dim: int) -> list[str]:
     """The specs of all settings that a head of this size has."""
-    if ablation.QUICK.value:
+    if quick.QUICK.value:
         return [f"blockgrid:rotate=true,scale={one}" for one in QUICK] + [
             f"blockgrid:rotate=false,scale={one}" for one in QUICK[2:4]
         ]

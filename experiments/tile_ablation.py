@@ -16,7 +16,7 @@ from absl import flags
 
 import kvq_jax as kvq
 from experiments import pseudo_decode
-from experiments.harness import environment, inputs, plots, run
+from experiments.harness import environment, inputs, plots, quick, run
 from experiments.harness import flags as common
 from experiments.harness.table import table
 
@@ -24,7 +24,7 @@ BINARY = "tile_ablation"
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(common)
 flags.adopt_module_key_flags(pseudo_decode)
-QUICK = flags.DEFINE_bool("quick", False, "Three methods on the first 768 tokens of one text: minutes, and no proof.")
+flags.adopt_module_key_flags(quick)
 
 TEXTS = ("hamlet", "argparse")  # where --text does not say; it may be a list with commas
 # spec -> its name in the table of parts
@@ -78,7 +78,7 @@ def plan() -> list[Work]:
     """What is measured, the parts of every text first, no scheme twice."""
     texts = common.TEXT.value.split(",") if FLAGS["text"].present else list(TEXTS)
     specs = [*PARTS, *(f"{name}:{bits}" for name in FAMILIES for bits in SWEEP), *FIXED]
-    if QUICK.value:
+    if quick.QUICK.value:
         texts, specs = texts[:1], list(QUICK_SPECS)
     if FLAGS["method"].present:
         specs = list(common.METHOD.value)
@@ -104,7 +104,7 @@ def load(text: str, work: list[Work], like: pseudo_decode.Inputs | None) -> pseu
 
 def body() -> None:
     """The binary, after its flags have been parsed."""
-    if QUICK.value and not FLAGS["num_tokens"].present:
+    if quick.QUICK.value and not FLAGS["num_tokens"].present:
         FLAGS["num_tokens"].value = QUICK_TOKENS
     work = plan()
     given: dict[str, pseudo_decode.Inputs] = {}

@@ -56,12 +56,24 @@ def levels(bits: int, grid: str) -> np.ndarray:
     return sum(c * t ** (2 * i + 1) for i, c in enumerate(coefficients(bits, grid)))  # type: ignore[return-value]
 
 
-def grid_values(codes: Array, bits: int, grid: str) -> Array:
-    """Codes `[..., C]` of whole rows -> their levels, float32."""
+def _index(codes: Array, grid: str) -> Array:
+    """Codes `[..., C]` of whole rows -> which of `levels` each stands for."""
     index = codes.astype(jnp.int32)
     if grid == "trellis":
         before = jnp.pad(index & 1, [(0, 0)] * (index.ndim - 1) + [(2, 0)])
         index = 2 * (index ^ before[..., :-2]) + before[..., 1:-1]
+    return index
+
+
+def grid_table_values(codes: Array, bits: int, grid: str) -> Array:
+    """`grid_values`, looked up: slower, but the same bits in every program, where a polynomial's products may be fused
+    into its sums or not. For what decides about stored bytes."""
+    return jnp.asarray(levels(bits, grid), jnp.float32)[_index(codes, grid)]
+
+
+def grid_values(codes: Array, bits: int, grid: str) -> Array:
+    """Codes `[..., C]` of whole rows -> their levels, float32."""
+    index = _index(codes, grid)
     t = index.astype(jnp.float32) * np.float32(2 / (len(levels(bits, grid)) - 1)) - np.float32(1)
     *rest, last = (np.float32(c) for c in coefficients(bits, grid))
     square, value = t * t, jnp.full_like(t, last)

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from kvq_jax.balance import variance_normalize
 from kvq_jax.formats import SCALE_DTYPES, rounded, store, store_scale, widen
-from kvq_jax.grids import BITS, GRIDS, grid_codes, grid_values
+from kvq_jax.grids import BITS, GRIDS, grid_codes, grid_table_values, grid_values
 from kvq_jax.packing import pack, unpack
 from kvq_jax.quantizers.affine import Affine, ChannelRows, TokenRows, row_range
 from kvq_jax.quantizers.base import Leaves, dot
@@ -131,7 +131,7 @@ class TileKeys(_Gridded, ChannelRows):
         return (rows - widen(zero)[:, None]) / positive(widen(scale))[:, None], column, scale, zero
 
     def _refit(self, rows: Array, codes: Array, column: Array, scale: Array, zero: Array) -> Array:
-        y = product(grid_values(codes, self.bits, self.grid), widen(scale)[:, None]) + widen(zero)[:, None]
+        y = product(grid_table_values(codes, self.bits, self.grid), widen(scale)[:, None]) + widen(zero)[:, None]
         factor = refit_factor(self.refit, rows, y, 0)
         return store(column * factor if self.refit == "none" else factor, SCALE_DTYPES[self.scales][1])
 
@@ -170,7 +170,7 @@ class TileValues(_Gridded, TokenRows):
     def _refit(
         self, rows: Array, codes: Array, scale: Array, zero: Array, column: Array, mean: Array
     ) -> tuple[Array, Array]:
-        y = product(grid_values(codes, self.bits, self.grid), scale[:, None]) + zero[:, None]
+        y = product(grid_table_values(codes, self.bits, self.grid), scale[:, None]) + zero[:, None]
         factor = refit_factor(self.refit, rows, y * widen(column), 1, widen(mean))
         dtype = SCALE_DTYPES[self.scales][1]
         return store(scale * factor, dtype), store(zero * factor, dtype)
