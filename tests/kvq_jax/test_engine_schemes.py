@@ -267,7 +267,7 @@ def after(*appends: int) -> kvq.Cache:
 
 
 @pytest.mark.parametrize("name", STORES)
-@pytest.mark.parametrize("appends", [[40], [20, *[1] * 20], [3, 2, 7, 9, 1, 1, 8]], ids=str)
+@pytest.mark.parametrize("appends", [[20, *[1] * 20], [3, 2, 7, 9, 1, 1, 8]], ids=str)
 def test_hf_reads_back_what_the_rule_gives(name: str, appends: list[int]) -> None:
     cache = streamed(f"{HF},scales={name}", appends, STORES[name])
     for x, y, side in zip((K, V), kvq.read(cache), cache.sides, strict=True):
@@ -339,39 +339,6 @@ def test_hf_counter_example_old_tokens_drift_from_flush_to_flush() -> None:
     first, drift = history(0), [np.square(history(n) - history(0)).sum() for n in (1, 3)]
     assert 0 < drift[0] < drift[1]
     assert drift[1] < 1e-3 * np.square(first - K[:, :, :16]).sum()  # but what they lost at first is far more
-
-
-def test_hf_appends_and_attends_at_every_length_with_one_trace() -> None:
-    traces = []
-
-    @jax.jit
-    def step(cache, k, v):
-        traces.append(None)
-        cache = kvq.append(cache, k, v)
-        return cache, kvq.attend(k, cache)
-
-    cache = empty(HF, K)
-    for i in range(2 * RESIDUAL + 3):
-        cache, out = step(cache, K[:, :, i : i + 1], V[:, :, i : i + 1])
-        assert np.isfinite(out).all()
-    assert len(traces) == 1
-    np.testing.assert_array_equal(cache.v.flushed, [1 + 2 * RESIDUAL] * 2)  # the first token was a prompt
-
-
-@pytest.mark.parametrize("spec", [HF, "fp8:scaling=tensor", "int4:"])
-def test_gradients_of_the_tiled_path_are_the_references(spec: str) -> None:
-    cache = streamed(spec, [20, 1])
-    q, k, v = (pinned(2, 1, head_dim=D, kv_heads=heads, seed=46) for heads in (4, 2, 2))
-
-    def gradient(implementation: str):
-        def loss(q, k, v, cache):
-            return jnp.sum(kvq.attend(q, cache, k, v, implementation=implementation) ** 2)
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v, cache)
-
-    for tiled, dense in zip(gradient("xla"), gradient("reference"), strict=True):
-        assert np.abs(dense).max() > 1e-3
-        np.testing.assert_allclose(tiled, dense, rtol=0, atol=1e-5 * float(np.abs(dense).max()))
 
 
 @pytest.mark.parametrize(
