@@ -170,8 +170,7 @@ def body() -> None:
     tokens = jnp.asarray(inputs.windows(model))
     if tokens.shape[1] < 272:
         raise ValueError(f"--num_tokens={tokens.shape[1]} is too few; the benchmark needs 272 or more")
-    about: dict[str, Any] = {"method": str(scheme), "device": environment.device(), "versions": environment.versions()}
-    about |= {"git_commit": environment.git_commit(), "model_digest": model.digest, "flags": common.as_config()}
+    about = common.about("benchmark") | {"method": str(scheme), "model_digest": model.digest}
     out = Path(common.OUT.value) if common.OUT.value else run.default_path("benchmark")
 
     def measure() -> Iterator[Ratio]:

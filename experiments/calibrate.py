@@ -180,14 +180,7 @@ def body() -> None:
 
 def compute(given: Inputs, out: Path, settings: dict[str, Any]) -> kvq.Constants:
     """Calibrate, save, and clean up."""
-    config = {
-        "binary": BINARY,
-        "flags": common.as_config(),
-        "versions": environment.versions(),
-        "device": environment.device(),
-        "git_commit": environment.git_commit(),
-        "determines": settings,
-    }
+    config = common.about(BINARY) | {"determines": settings}
 
     def write(digest: str | None) -> None:
         text = json.dumps(plain(config | {"constants_digest": digest}), indent=1) + "\n"

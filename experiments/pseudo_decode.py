@@ -178,14 +178,7 @@ def open_results(
 
     also: what the numbers depend on besides `determines`.
     """
-    config = {
-        "binary": binary,
-        "flags": common.as_config(),
-        "versions": environment.versions(),
-        "device": environment.device(),
-        "git_commit": environment.git_commit(),
-        "model_digest": given.model.digest,
-    }
+    config = common.about(binary) | {"model_digest": given.model.digest}
     out = Path(common.OUT.value) if common.OUT.value else run.default_path(binary)
     return run.open_run(out, config=config, determines=determines(given) | also, key=key, resume=common.RESUME.value)
 

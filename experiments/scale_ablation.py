@@ -22,7 +22,6 @@ import kvq_jax as kvq
 import models
 from experiments import ablation
 from experiments import pseudo_decode as decode
-from experiments import pseudo_decode_report as report
 from experiments.ablation import Unit
 from experiments.harness import flags as common
 from experiments.harness import inputs, quick
@@ -162,11 +161,7 @@ def body() -> None:
         ablation.measure_all(given, settings, results)
         measured = ablation.units(results.rows, AXES)
         pngs = ablation.draw(measured, "scale", SCALES, lambda u: f"{u.axes['levels']}, rotation {u.axes['rotation']}")
-        drawn = [results.write(name, png) for name, png in pngs.items()]
-        print("\n" + shown(measured) + "\n")
-        for one in sentences(measured, common.SEED.value):
-            print(report.wrap(one, "  ", "• "))
-        print(report.written(results.path, drawn))
+        ablation.conclude(results, pngs, shown(measured), sentences(measured, common.SEED.value))
 
 
 if __name__ == "__main__":

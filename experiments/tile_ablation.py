@@ -16,8 +16,8 @@ from absl import flags
 
 import kvq_jax as kvq
 from experiments import pseudo_decode
-from experiments.harness import environment, inputs, plots, quick, run
 from experiments.harness import flags as common
+from experiments.harness import inputs, plots, quick, run
 from experiments.harness.table import table
 
 BINARY = "tile_ablation"
@@ -117,16 +117,11 @@ def body() -> None:
     first = next(iter(given.values()))
     determines = pseudo_decode.determines(first) | windows()
     determines["text_digest"] = {text: inputs.digest(one.tokens) for text, one in given.items()}
-    config = {
-        "binary": BINARY,
-        "flags": common.as_config(),
-        "versions": environment.versions(),
-        "device": environment.device(),
-        "git_commit": environment.git_commit(),
-    }
     out = Path(common.OUT.value) if common.OUT.value else run.default_path(BINARY)
     key = ("text", "method", "block_size", "regime")
-    with run.open_run(out, config=config, determines=determines, key=key, resume=common.RESUME.value) as results:
+    with run.open_run(
+        out, config=common.about(BINARY), determines=determines, key=key, resume=common.RESUME.value
+    ) as results:
         print(f"{len(work)} measurements of {first.tokens.shape[1]:,} tokens each; every method with {windows()}.")
         for i, one in enumerate(work, start=1):
             here, title = given[one.text], f"[{i}/{len(work)}] {Path(one.text).name}: {one.spec}"

@@ -12,6 +12,7 @@ import jax
 from absl import app, flags, logging
 
 import kvq_jax as kvq
+from experiments.harness import environment
 
 T = TypeVar("T")
 FLAGS = flags.FLAGS
@@ -77,6 +78,17 @@ def interruptible(call: Callable[[], T]) -> T:
     while not concurrent.futures.wait([future], timeout=0.2).done:
         pass
     return future.result()
+
+
+def about(binary: str) -> dict[str, Any]:
+    """What config.json says of every run: the command and what it ran on."""
+    return {
+        "binary": binary,
+        "flags": as_config(),
+        "versions": environment.versions(),
+        "device": environment.device(),
+        "git_commit": environment.git_commit(),
+    }
 
 
 def parse(argv: list[str]) -> None:

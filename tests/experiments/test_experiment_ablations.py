@@ -2,30 +2,17 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from absl.testing import flagsaver
+from running import run
 
 import kvq_jax as kvq
 import models
 from experiments import ablation, constant_ablation, scale_ablation
-from experiments.harness import flags
 
 WINDOWS = ["--num_tokens=512", "--sink=16", "--recent=32", "--group=32", "--skip_positions=256", "--bucket=64"]
-
-
-def run(module: ModuleType, argv: list[str]) -> int:
-    def whole() -> None:
-        flags.parse([module.BINARY, *argv])
-        module.body()
-
-    saved = flagsaver.save_flag_values()
-    try:
-        return flags.status(whole)
-    finally:
-        flagsaver.restore_flag_values(saved)
 
 
 @pytest.fixture

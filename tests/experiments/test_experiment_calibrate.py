@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import flagsaver
+from running import run
 
 import kvq_jax as kvq
 import models
 from experiments import calibrate, pseudo_decode
-from experiments.harness import flags
 from kvq_jax import schemes
 from kvq_jax.quantizers.base import ConstantSpec, Leaves, Quantizer
 from kvq_jax.schemes import Bits, Side, Window, register
@@ -85,20 +84,6 @@ def arguments(model: Path, text: Path, out: Path | None, *more: str) -> list[str
     given = [] if out is None else [f"--out={out}"]
     given += [] if any(one.startswith("--method") for one in more) else [f"--method={METHOD}"]
     return [f"--model={model}", f"--text={text}", "--num_tokens=64", "--batch=4", *given, *more]
-
-
-def run(binary: Any, argv: list[str]) -> int:
-    """A binary in this process, from flags at their defaults."""
-
-    def whole() -> None:
-        flags.parse(["binary", *argv])
-        binary.body()
-
-    saved = flagsaver.save_flag_values()
-    try:
-        return flags.status(whole)
-    finally:
-        flagsaver.restore_flag_values(saved)
 
 
 def decode_arguments(model: Path, text: Path, out: Path, *more: str) -> list[str]:

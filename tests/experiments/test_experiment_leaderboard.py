@@ -3,24 +3,11 @@
 from pathlib import Path
 
 import pytest
-from absl.testing import flagsaver
+from running import run
 
 from experiments import leaderboard, pseudo_decode_report
-from experiments.harness import flags
 
 METHODS = ("kivi:bits=2,subgroup=32", "fp16", "kvarn:bits=4")
-
-
-def run(argv: list[str]) -> int:
-    def whole() -> None:
-        flags.parse(["leaderboard", *argv])
-        leaderboard.body()
-
-    saved = flagsaver.save_flag_values()
-    try:
-        return flags.status(whole)
-    finally:
-        flagsaver.restore_flag_values(saved)
 
 
 def test_methods_are_ranked_by_accumulated_kl_and_a_rerun_computes_nothing(
@@ -30,14 +17,14 @@ def test_methods_are_ranked_by_accumulated_kl_and_a_rerun_computes_nothing(
     text.write_text("".join(f"{i} sheep jumped over the fence. " for i in range(12)))
     argv = [f"--model={model}", f"--text={text}", f"--out={out}", "--num_tokens=192", "--block_size=32"]
     argv += ["--sink=16", "--recent=32", "--group=32", "--skip_positions=64", *(f"--method={m}" for m in METHODS)]
-    assert run(argv) == 0
+    assert run(leaderboard, argv) == 0
     shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if line.startswith(METHODS) and "bits a number" not in line]
     assert [line.split()[0] for line in lines] == ["fp16", "kvarn:bits=4", "kivi:bits=2,subgroup=32"]
     assert all("[" in line and "%" in line for line in lines[1:])  # intervals
     assert (out / "kl_against_bytes.png").read_bytes().startswith(b"\x89PNG")
     assert len((out / "summary.csv").read_text().splitlines()) == 1 + 2 * len(METHODS)
-    assert run([*argv, "--resume"]) == 0
+    assert run(leaderboard, [*argv, "--resume"]) == 0
     assert capsys.readouterr().out.count("already in") == len(METHODS)
 
 

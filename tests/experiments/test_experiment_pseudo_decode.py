@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from absl.testing import flagsaver
+from running import run
 
 import kvq_jax as kvq
 from experiments import pseudo_decode as binary
-from experiments.harness import flags, trace_rows
+from experiments.harness import trace_rows
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("kivi:bits=2,subgroup=32", "kvarn:bits=2")
@@ -37,20 +37,6 @@ def arguments(model: Path, text: Path, out: Path, *more: str) -> list[str]:
     common = ["--num_tokens=192", "--block_size=32", "--sink=32", "--recent=0", "--group=32", "--skip_positions=64"]
     methods = [] if any(one.startswith("--method") for one in more) else [f"--method={spec}" for spec in METHODS]
     return [f"--model={model}", f"--text={text}", f"--out={out}", "--bucket=64", *common, *methods, *more]
-
-
-def run(argv: list[str]) -> int:
-    """The binary in this process, from flags at their defaults."""
-
-    def whole() -> None:
-        flags.parse(["pseudo_decode", *argv])
-        binary.body()
-
-    saved = flagsaver.save_flag_values()
-    try:
-        return flags.status(whole)
-    finally:
-        flagsaver.restore_flag_values(saved)
 
 
 def start(argv: list[str], log: Path) -> "subprocess.Popen[bytes]":
@@ -94,8 +80,8 @@ def test_run_killed_interrupted_and_resumed_equals_one_that_was_not(
     assert "Traceback" not in log.read_text()
     assert read_count(parts) == 2
 
-    assert run(arguments(model, text, parts, "--resume")) == 0
-    assert run(arguments(model, text, whole)) == 0
+    assert run(binary, arguments(model, text, parts, "--resume")) == 0
+    assert run(binary, arguments(model, text, whole)) == 0
     strip = [[{k: v for k, v in row.items() if k not in TIMINGS} for row in read(out)] for out in (parts, whole)]
     assert strip[0] == strip[1]
     check_results(whole, capfd.readouterr().out)
@@ -177,7 +163,7 @@ BAD = {
 
 
 def assert_one_error(argv: list[str], says: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(argv) == 2
+    assert run(binary, argv) == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if "error:" in line]
     assert len(errors) == 1
     assert errors[0].startswith("error: ")
@@ -190,7 +176,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     case: str, model: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     more, says = BAD[case]
-    assert run(arguments(model, text, tmp_path / "out", *more)) == 2
+    assert run(binary, arguments(model, text, tmp_path / "out", *more)) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ")
     for part in says:
@@ -280,7 +266,7 @@ def test_what_is_not_finite_is_named_with_the_place_where_it_begins() -> None:
 
 def test_scanned_and_unrolled_layers_measure_the_same(model: Path, text: Path, tmp_path: Path) -> None:
     for flag in ("--scan_layers", "--noscan_layers"):
-        assert run(arguments(model, text, tmp_path / flag, "--method=kvarn:bits=2", flag)) == 0
+        assert run(binary, arguments(model, text, tmp_path / flag, "--method=kvarn:bits=2", flag)) == 0
     scanned, unrolled = (read(tmp_path / flag) for flag in ("--scan_layers", "--noscan_layers"))
     for one, other in zip(scanned, unrolled, strict=True):
         for name in ("kl_nats", "attention_mae", "key_relative_mse", "perplexity"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from absl.testing import flagsaver
+from running import run
 
 import kvq_jax as kvq
 from experiments import tile_ablation as binary
@@ -22,20 +23,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def run(argv: list[str]) -> int:
-    """The binary in this process, from flags at their defaults."""
-
-    def whole() -> None:
-        flags.parse(["tile_ablation", *argv])
-        binary.body()
-
-    saved = flagsaver.save_flag_values()
-    try:
-        return flags.status(whole)
-    finally:
-        flagsaver.restore_flag_values(saved)
-
-
 def read(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
@@ -46,8 +33,8 @@ def test_two_texts_give_rows_tables_and_a_plot_and_a_second_run_goes_on(
     both = ",".join(map(str, texts))
     methods = ["--method=kvarn:bits=2", "--method=tile:v_mean=channel"]
     argv = [f"--model={model}", f"--text={both}", f"--out={tmp_path / 'out'}", *SMALL]
-    assert run([*argv, methods[0]]) == 0
-    assert run([*argv, *methods, "--resume"]) == 0
+    assert run(binary, [*argv, methods[0]]) == 0
+    assert run(binary, [*argv, *methods, "--resume"]) == 0
     rows = read(tmp_path / "out")
     assert [(Path(row["text"]).stem, row["label"], row["regime"]) for row in rows] == [
         (text, spec, regime)
@@ -68,7 +55,7 @@ def test_two_texts_give_rows_tables_and_a_plot_and_a_second_run_goes_on(
 
 def test_quick_measures_three_methods_of_one_text(model: Path, texts: list[Path], tmp_path: Path) -> None:
     argv = [f"--model={model}", f"--text={texts[0]}", f"--out={tmp_path / 'out'}", *SMALL, "--regime=static", "--quick"]
-    assert run(argv) == 0
+    assert run(binary, argv) == 0
     assert [row["label"] for row in read(tmp_path / "out")] == list(binary.QUICK_SPECS)
 
 
@@ -103,7 +90,7 @@ def test_the_plan_holds_every_part_once_and_every_family_at_other_bits() -> None
 def test_bad_input_is_one_line_and_leaves_nothing(
     argument: str, says: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([f"--model={model}", f"--out={tmp_path / 'out'}", argument]) == 2
+    assert run(binary, [f"--model={model}", f"--out={tmp_path / 'out'}", argument]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert says in line
