@@ -41,3 +41,23 @@ def test_one_trace_and_the_references_gradient_at_head_dim_96(spec: str) -> None
     if kvq.scheme(spec).quantizes:
         assert float(jnp.abs(k_hat - K[:, :, :42]).max()) > 1e-4
         assert float(jnp.abs(v_hat - V[:, :, :42]).max()) > 1e-4
+
+
+ALONE = [spec for spec in SMALL if any(s.quantizer.tile_tokens == 1 for s in kvq.scheme(spec).resolve(32))]
+
+
+@pytest.mark.parametrize("spec", ALONE)
+def test_a_token_that_is_all_there_is_gets_the_bytes_it_gets_among_thousands(spec: str) -> None:
+    # One row, one head, one token: every scale is then a single number, by whose reciprocal a compiler may multiply.
+    d, tokens = 32, 8192
+    x = jnp.asarray(pinned(1, tokens, head_dim=d, kv_heads=1, seed=40))
+    cache = empty(spec, x[:, :, :1])
+    for side in cache.sides:
+        if side.tile_tokens > 1:
+            continue
+        own = jax.jit(lambda x, side=side: jax.lax.map(lambda t: side.encode(t[None, None, None, None]), x))(x[0, 0])
+        together = jax.jit(side.encode)(x[:, :, :, None])
+        for name, leaf in together.items():
+            alone = np.moveaxis(np.asarray(own[name])[:, 0, :, 0], 0, 1)[None]
+            differs = (alone.view(np.uint8) != np.asarray(leaf).view(np.uint8)).reshape(tokens, -1).any(1)
+            assert not differs.any(), f"{name}: {differs.sum()} of {tokens} tokens"
