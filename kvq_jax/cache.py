@@ -299,7 +299,7 @@ def to_stored_basis(side: Side, x: Array, dtype: DTypeLike, rope: Rope | None, p
     round to the cache's dtype, saturating."""
     if side.pre_rope and rope is not None:
         x = rope.apply(x, position, inverse=True)
-    return saturate(hadamard(x) if side.rotate else x, dtype)
+    return saturate(rounded(hadamard(x), jnp.float32) if side.rotate else x, dtype)
 
 
 def _as_quantized(cache: Cache, side: Side, x: Array) -> Array:

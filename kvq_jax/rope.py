@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvq_jax.formats import rounded
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -26,4 +28,9 @@ class Rope:
         cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * (-scale if inverse else scale)
         half = len(self.inv_freq)
         first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+        def product(x: Array, y: Array) -> Array:  # what is stored must not depend on how a program fuses it
+            return rounded(x * y, jnp.float32) if inverse else x * y
+
+        turned = [product(first, cos) - product(second, sin), product(second, cos) + product(first, sin)]
+        return jnp.concatenate([*turned, rest], axis=-1)

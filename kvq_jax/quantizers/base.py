@@ -23,6 +23,19 @@ def dot(x: Array, y: Array) -> Array:
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)  # accelerators would multiply in a shorter format
 
 
+def sum_by_halves(x: Array, axis: int) -> Array:
+    """Sum along `axis`, halves added to halves: the same additions however many tokens or tiles come along. Products in
+    x should be `formats.rounded`, or a compiler fuses them into the first addition in one program and not in another.
+    """
+    x = jnp.moveaxis(x, axis, -1)
+    size = 1 << (x.shape[-1] - 1).bit_length()
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+    while size > 1:
+        size //= 2
+        x = x[..., :size] + x[..., size:]
+    return x[..., 0]
+
+
 @dataclass(frozen=True)
 class ConstantSpec:
     """One calibrated array of a layer and side: its shape, and what values make sense."""

@@ -9,23 +9,12 @@ from jax import Array, lax
 from kvq_jax.formats import SCALE_DTYPES, rounded, store, widen
 from kvq_jax.packing import pack, unpack
 from kvq_jax.quantizers.affine import ChannelRows, TokenRows, row_range
-from kvq_jax.quantizers.base import Leaves, dot
+from kvq_jax.quantizers.base import Leaves, dot, sum_by_halves
 from kvq_jax.quantizers.kivi import largest_divisor
 from kvq_jax.schemes import Scheme, Side, Window, option, register
 
 SMALLEST_RANGE = 1e-6
 MOST_PROMOTED = 255  # slots, and the mark of a channel without one, are bytes
-
-
-def _token_sum(x: Array) -> Array:
-    """Sum over tokens `[..., tokens, D]` -> `[..., D]`, by halves: the same additions however many tiles come along."""
-    tokens = x.shape[-2]
-    size = 1 << (tokens - 1).bit_length()
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, size - tokens), (0, 0)])
-    while size > 1:
-        size //= 2
-        x = x[..., :size, :] + x[..., size:, :]
-    return x[..., 0, :]
 
 
 @dataclass(frozen=True)
@@ -44,9 +33,9 @@ class PromotedChannelRows(ChannelRows):
 
     def _score(self, tiles: Array) -> Array:
         if self.rank == "magnitude":
-            return _token_sum(jnp.abs(tiles))
-        mean = rounded(_token_sum(tiles) / tiles.shape[-2], jnp.float32)
-        return _token_sum(rounded((tiles - mean[..., None, :]) ** 2, jnp.float32))
+            return sum_by_halves(jnp.abs(tiles), -2)
+        mean = rounded(sum_by_halves(tiles, -2) / tiles.shape[-2], jnp.float32)
+        return sum_by_halves(rounded((tiles - mean[..., None, :]) ** 2, jnp.float32), -2)
 
     def encode(self, tiles: Array, constants: Leaves) -> Leaves:
         score = self._score(tiles)

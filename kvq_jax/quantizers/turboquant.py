@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvq_jax.formats import divide, saturate, store, widen
+from kvq_jax.formats import divide, rounded, store, widen
 from kvq_jax.lloyd_max import gaussian_levels
 from kvq_jax.packing import pack, packed_size, unpack
 from kvq_jax.quantizers.affine import RoundedRows, TokenRows, row_range
-from kvq_jax.quantizers.base import ConstantSpec, Leaves, Quantizer, dot
+from kvq_jax.quantizers.base import ConstantSpec, Leaves, Quantizer, dot, sum_by_halves
 from kvq_jax.quantizers.identity import Identity
 from kvq_jax.schemes import Bits, Side, Window, option, register
 
@@ -30,13 +30,8 @@ LARGEST_NORM = np.float32(jnp.finfo(jnp.float16).max)
 
 
 def _length(x: Array) -> Array:
-    """‖x‖ along the last axis, which stays. Halves are added to halves, the same order however many rows there are, and
-    `saturate` keeps compilers from fusing squares, unrounded, into the first sums, as they do in some programs only."""
-    x = saturate(x * x, jnp.float32)
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        x = jnp.concatenate([x[..., :half] + x[..., half : 2 * half], x[..., 2 * half :]], axis=-1)
-    return jnp.sqrt(x)
+    """‖x‖ along the last axis, which stays."""
+    return jnp.sqrt(sum_by_halves(rounded(x * x, jnp.float32), -1))[..., None]
 
 
 def normalized(x: Array) -> tuple[Array, Array]:
@@ -137,7 +132,7 @@ class Sketched(Codebook):
 
         def add(total: Array, column: tuple[Array, Array]) -> tuple[Array, None]:
             r, s = column
-            return total + saturate(r[..., None] * s, jnp.float32), None  # a product as rounded, as in _length
+            return total + rounded(r[..., None] * s, jnp.float32), None
 
         # One channel after the other: a matrix product's order of summing depends on how many tokens there are.
         columns = (jnp.moveaxis(residual, -1, 0), self.matrix.T)
