@@ -7,8 +7,6 @@ from kvq_jax.cache import (
     append,
     init_cache,
     lengths,
-    read,
-    roundtrip,
 )
 from kvq_jax.calibration.calibrate import calibrate
 from kvq_jax.calibration.clipping import Clipping, solve_clipping_constant
@@ -16,6 +14,7 @@ from kvq_jax.constants import Constants, load_constants, save_constants
 from kvq_jax.memory import bits_per_element, nbytes, stored
 from kvq_jax.protocol import Attend, LazyLogits
 from kvq_jax.pseudo_decode import Trace, pseudo_decode
+from kvq_jax.reading import read, roundtrip
 from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
 from kvq_jax.rows import select_rows, trim

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvq_jax.cache import Cache, SideCache, append, block_mask, check_block, read, take_tokens
+from kvq_jax.cache import Cache, SideCache, append, block_mask, check_block, pad_tokens, take_tokens
 from kvq_jax.protocol import Attend
 from kvq_jax.quantizers.base import Leaves, dot
+from kvq_jax.reading import read
 from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
 
@@ -121,7 +122,7 @@ def _tail(side: SideCache, start: Array, size: int, reaches_store: bool) -> Arra
     is longer than this one's, from the last tiles of the store."""
     window = side.window.astype(jnp.float32)
     if not reaches_store or not side.store_tokens:
-        return _pad_tokens(window, size)[:, :, :size]
+        return pad_tokens(window, size)[:, :, :size]
     tile = side.tile_tokens
     tiles = min(-(-size // tile), side.store_tokens // tile)
     # The last `tiles` tiles of each row; for rows that have fewer, tile 0 again, which the offset below never reaches.
@@ -132,12 +133,8 @@ def _tail(side: SideCache, start: Array, size: int, reaches_store: bool) -> Arra
         return jnp.take_along_axis(leaf, index.reshape(index.shape[0], 1, tiles, *[1] * (leaf.ndim - 3)), axis=2)
 
     recent = side.tokens({name: last(leaf) for name, leaf in side.store.items()})
-    both = _pad_tokens(jnp.concatenate([recent, window], axis=2), size)
+    both = pad_tokens(jnp.concatenate([recent, window], axis=2), size)
     return take_tokens(both, tiles * tile - (side.flushed - start), size)
-
-
-def _pad_tokens(x: Array, tokens: int) -> Array:
-    return jnp.pad(x, ((0, 0), (0, 0), (0, tokens), (0, 0)))
 
 
 def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal: bool, dynamic: bool) -> _Softmax:
@@ -197,7 +194,7 @@ def _over_block(q: Array, queries: _Queries, k: Array, v: Array, exists: Array, 
     state, n = _Softmax.start(batch, kv_heads, rows, v.shape[3]), k.shape[2]
     size = min(n, READ_TOKENS)
     v = jnp.where(exists[:, None, :, None], v, jnp.zeros((), v.dtype))  # 0 · NaN in padding would be NaN
-    k, v = (_pad_tokens(x, -n % size) for x in (k, v))
+    k, v = (pad_tokens(x, -n % size) for x in (k, v))
     position, exists = (jnp.pad(x, ((0, 0), (0, -n % size))) for x in (queries.position, exists))
 
     def see(i: Array, state: _Softmax) -> _Softmax:

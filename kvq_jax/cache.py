@@ -207,11 +207,11 @@ def take_tokens(x: Array, start: Array, size: int) -> Array:
     return per_row(lambda row, at: lax.dynamic_slice_in_dim(row, at, size, axis=1), x, start)
 
 
-def _put_tokens(x: Array, new: Array, start: Array) -> Array:
+def put_tokens(x: Array, new: Array, start: Array) -> Array:
     return per_row(lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, axis=1), x, new, start)
 
 
-def _pad(x: Array, tokens: int) -> Array:
+def pad_tokens(x: Array, tokens: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, 0), (0, tokens)] + [(0, 0)] * (x.ndim - 3))
 
 
@@ -265,12 +265,12 @@ def _append_side(cache: SideCache, x: Array, sink: int, length: Array, count: Ar
     if sink:
         # Tokens that find the sink full land beyond it, in the part that is cut off again.
         kept = saturate(x, sink_tokens.dtype)
-        sink_tokens = _put_tokens(_pad(sink_tokens, n), kept, jnp.minimum(length, sink))[:, :, :sink]
+        sink_tokens = put_tokens(pad_tokens(sink_tokens, n), kept, jnp.minimum(length, sink))[:, :, :sink]
         into_sink = jnp.clip(sink - length, 0, n)
-        x = take_tokens(_pad(x, n), into_sink, n)
+        x = take_tokens(pad_tokens(x, n), into_sink, n)
         count = jnp.maximum(count - into_sink, 0)
     old = cache.window.astype(x.dtype)
-    waiting_tokens = _put_tokens(_pad(old, n + window.size), x, waiting)  # room to slice off what is left
+    waiting_tokens = put_tokens(pad_tokens(old, n + window.size), x, waiting)  # room to slice off what is left
     waiting = waiting + count
     store, flushed = cache.store, window.flushes(waiting, length)
     most = window.most(n)  # tokens that one append can flush
@@ -300,6 +300,12 @@ def to_stored_basis(side: Side, x: Array, dtype: DTypeLike, rope: Rope | None, p
     if side.pre_rope and rope is not None:
         x = rope.apply(x, position, inverse=True)
     return saturate(rounded(hadamard(x), jnp.float32) if side.rotate else x, dtype)
+
+
+def from_stored_basis(side: Side, x: Array, rope: Rope | None, position: Array) -> Array:
+    """The other way of `to_stored_basis`, float32."""
+    x = hadamard(x) if side.rotate else x
+    return rope.apply(x, position) if side.pre_rope and rope is not None else x
 
 
 def _as_quantized(cache: Cache, side: Side, x: Array) -> Array:
@@ -380,64 +386,6 @@ def _append(cache: Cache, k: Array, v: Array, count: Array) -> Cache:
         x = _as_quantized(cache, side.side, x)
         sides.append(_append_side(side, x, cache.scheme.sink, cache.length, count))
     return dataclasses.replace(cache, k=sides[0], v=sides[1], length=cache.length + count)
-
-
-def _read_side(side: SideCache, length: Array, capacity: int, rope: Rope | None) -> Array:
-    sink, window = side.sink.astype(jnp.float32), side.window.astype(jnp.float32)
-    stored = side.tokens(side.store)
-    # sink | stored, then the window over what follows the flushed tokens, then zeros beyond the row's length
-    x = _pad(jnp.concatenate([sink, stored], axis=2), capacity + window.shape[2])
-    x = _put_tokens(x, window, sink.shape[2] + side.flushed)[:, :, :capacity]
-    x = tokens_where(jnp.arange(capacity) < length[:, None], x)
-    if side.side.pre_rope and rope is not None:
-        x = rope.apply(x, jnp.arange(capacity)[None])
-    return hadamard(x) if side.side.rotate else x
-
-
-@jax.jit
-def _read(cache: Cache) -> tuple[Array, Array]:
-    k, v = (_read_side(side, cache.length, cache.capacity, cache.rope) for side in cache.sides)
-    return k, v
-
-
-def read(cache: Cache) -> tuple[Array, Array]:
-    """Dequantized K and V in the original basis, float32 `[batch, kv_heads, tokens, head_dim]`.
-
-    Outside of a trace `tokens` is the longest row's length; inside it is the capacity. Beyond a row's length: zeros.
-    For looking at; attention reads the packed cache.
-    """
-    k, v = _read(cache)
-    longest = cache.length.max()
-    tokens = int(longest) if is_concrete(longest) else cache.capacity
-    return k[:, :, :tokens], v[:, :, :tokens]
-
-
-def roundtrip(
-    scheme: str | Scheme,
-    k: Array,
-    v: Array,
-    *,
-    constants: Given = None,
-    rope: Rope | None = None,
-) -> tuple[Array, Array]:
-    """What attention would see of k and v `[batch, kv_heads, tokens, head_dim]` after all have been appended.
-
-    The window and what is quantized are in k's dtype. Tokens that the scheme keeps in full precision come back as
-    they are (up to the rotation's rounding). `constants` and `rope` as in `init_cache`; without `rope` a scheme that
-    stores keys before RoPE takes k to be just that.
-    """
-    batch, kv_heads, tokens, head_dim = k.shape
-    cache = init_cache(
-        scheme,
-        batch=batch,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        capacity=tokens,
-        dtype=k.dtype,
-        constants=constants,
-        rope=rope,
-    )
-    return read(append(cache, k, v))
 
 
 def lengths(cache: Cache | Sequence[Cache]) -> Array:

@@ -17,23 +17,16 @@ import numpy as np
 from jax import Array, lax
 
 from kvq_jax.attention import CausalAttention
-from kvq_jax.cache import to_stored_basis
+from kvq_jax.cache import from_stored_basis, to_stored_basis
 from kvq_jax.layers import Run, is_array_tree
 from kvq_jax.protocol import Attend, Forward, LazyLogits
 from kvq_jax.rope import Rope
-from kvq_jax.rotation import hadamard
-from kvq_jax.schemes import Scheme, Side
+from kvq_jax.schemes import Scheme
 
 CAPTURES = ("k", "v", "q", "k_fisher", "v_fisher")
 LOGIT_TOKENS = 128  # tokens whose logits exist at once
 
 Shifts = Mapping[str, Array]  # of k and v, in the stored basis
-
-
-def from_stored_basis(side: Side, x: Array, rope: Rope | None, position: Array) -> Array:
-    """The other way of `to_stored_basis`, float32."""
-    x = hadamard(x) if side.rotate else x
-    return rope.apply(x, position) if side.pre_rope and rope is not None else x
 
 
 class CapturingAttention:
