@@ -128,8 +128,11 @@ def test_the_constants_are_those_of_the_library_and_the_folder_is_clean(
 
 
 def start(argv: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    program = "import sys, test_experiment_calibrate as t; t.register_scheme(); t.flags.main(t.calibrate.body)"
-    path = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
+    program = (
+        "import test_experiment_calibrate as t; from experiments.harness import flags; "
+        "t.register_scheme(); flags.main(t.calibrate.body)"
+    )
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
     with log.open("wb") as file:
         command = [sys.executable, "-W", "error", "-c", program, *argv]
         return subprocess.Popen(
