@@ -11,7 +11,8 @@ demo-methods: .venv
 	$(RUN) -m experiments.leaderboard --out=out/leaderboard --resume
 
 test: .venv
-	$(RUN) -m pytest
+	$(RUN) -m pytest -m 'not compiled'
+	$(RUN) -m pytest -m compiled --compile=full
 
 lint: .venv
 	$(RUN) -m ruff check

@@ -47,6 +47,7 @@ def ragged(spec: str, exists: np.ndarray) -> kvq.Cache:
     return kvq.append(empty(spec, K), k, v, valid=jnp.asarray(exists))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("spec", SMALL)
 def test_requirements_7_and_9_rows_of_a_padded_batch_equal_each_row_alone_bit_by_bit(spec: str) -> None:
     caches = {kind: ragged(spec, padding(kind)) for kind in ("left", "right", "inside")}
@@ -140,6 +141,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.compiled
 def test_requirement_17_four_devices_store_the_bytes_of_one_and_attend_alike() -> None:
     # rows and heads over the devices for two schemes, with attention; heads for all, what is stored
     specs = ["01 kvarn:bits=2,group=16", "01 kivi:bits=2,subgroup=8,residual=16", *(f"1 {spec}" for spec in SMALL)]

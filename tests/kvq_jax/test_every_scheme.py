@@ -46,6 +46,7 @@ def test_one_trace_and_the_references_gradient_at_head_dim_96(spec: str) -> None
 ALONE = [spec for spec in SMALL if any(s.quantizer.tile_tokens == 1 for s in kvq.scheme(spec).resolve(32))]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("spec", ALONE)
 def test_a_token_that_is_all_there_is_gets_the_bytes_it_gets_among_thousands(spec: str) -> None:
     # One row, one head, one token: every scale is then a single number, by whose reciprocal a compiler may multiply.

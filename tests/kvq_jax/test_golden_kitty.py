@@ -12,6 +12,8 @@ from scheme_cases import empty, pinned
 import kvq_jax as kvq
 from kvq_jax.packing import unpack
 
+pytestmark = pytest.mark.compiled
+
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 ALL_QUANTIZED = "kitty:boost=0.125,group=128,sink=0,recent=0"
 

@@ -13,6 +13,8 @@ import kvq_jax as kvq
 from kvq_jax.formats import rounded
 from kvq_jax.packing import unpack
 
+pytestmark = pytest.mark.compiled
+
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 
 

@@ -10,6 +10,8 @@ import kvq_jax as kvq
 from kvq_jax.calibration.kmeans import inertia
 from kvq_jax.packing import unpack
 
+pytestmark = pytest.mark.compiled
+
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 HEADS, D = 2, 64
 

@@ -9,6 +9,8 @@ from scheme_cases import pinned
 
 import kvq_jax as kvq
 
+pytestmark = pytest.mark.compiled
+
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 RULES = ("floor", "even", "rceil", "ceil")
 TENSORS = [(name, side) for name in ("mx_d64", "mx_d128", "mx_d64_s101") for side in "kv"] + [("mx_edge", "x")]

@@ -12,6 +12,8 @@ import kvq_jax as kvq
 from kvq_jax.packing import unpack
 from kvq_jax.quantizers.base import Leaves, Quantizer
 
+pytestmark = pytest.mark.compiled
+
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 D = 64
 

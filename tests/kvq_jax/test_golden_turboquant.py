@@ -15,6 +15,8 @@ from kvq_jax.formats import divide
 from kvq_jax.packing import unpack
 from kvq_jax.quantizers.turboquant import Codebook, Sketched, gaussian_matrix, normalized
 
+pytestmark = pytest.mark.compiled
+
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 CODECS = ["tq_codec_d64", "tq_codec_d64_s101", "tq_codec_d128"]
 PRESETS = {"4bit_nc": "bits=4", "k3v4_nc": "k_bits=3,v_bits=4", "3bit_nc": "bits=3", "k8v4": "k_bits=8,v_bits=4"}

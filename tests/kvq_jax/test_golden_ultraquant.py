@@ -12,6 +12,8 @@ from scheme_cases import empty, pinned
 import kvq_jax as kvq
 from kvq_jax.quantizers.ultraquant import slots
 
+pytestmark = pytest.mark.compiled
+
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 CONSTANTS = ("0.156", "0.195", "1.0")
 LOG2_DECIDES = 5e-7  # nearer to a boundary the original's float32 log2 may differ from the exact comparison
