@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvq_jax.cache import Cache, SideCache, append, block_mask, check_block, pad_tokens, take_tokens
+from kvq_jax.online_softmax import Softmax
 from kvq_jax.protocol import Attend
 from kvq_jax.quantizers.base import Leaves, dot
 from kvq_jax.reading import read
@@ -29,8 +30,6 @@ from kvq_jax.rotation import hadamard
 
 IMPLEMENTATIONS = ("reference", "xla")
 READ_TOKENS = 512  # tokens of a read tile: large enough to keep a matrix product busy, small enough for a CPU's cache
-MASKED = -3e38  # finite, and so is NOTHING: a row that sees nothing must not turn into NaN
-NOTHING = -1e38  # the largest score before any key; a masked key then weighs exp(−2e38) = 0 whatever was seen
 X = TypeVar("X")
 
 
@@ -44,47 +43,6 @@ def resolve_implementation(implementation: str | None) -> str:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; allowed: None, {', '.join(IMPLEMENTATIONS)}")
     return implementation
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Softmax:
-    """A softmax in progress over keys seen so far; rows are `queries` = q_heads/kv_heads · tokens of a KV head."""
-
-    largest: Array  # [batch, kv_heads, queries]
-    total: Array  # sum of exp(score − largest)
-    weighted: Array  # [batch, kv_heads, queries, head_dim]: sum of exp(score − largest) · value
-
-    @staticmethod
-    def start(batch: int, kv_heads: int, queries: int, head_dim: int) -> "_Softmax":
-        rows = jnp.zeros((batch, kv_heads, queries), jnp.float32)
-        return _Softmax(rows + NOTHING, rows, jnp.zeros((*rows.shape, head_dim), jnp.float32))
-
-    def see(self, scores: Array, mask: Array, weighted_sum: Callable[[Array], Array]) -> "_Softmax":
-        """Add keys: scores `[batch, kv_heads, queries, keys]`, mask broadcastable to it, p -> p·V."""
-
-        def hide(scores: Array) -> Array:
-            return jnp.where(mask, scores, MASKED)
-
-        # Most tiles are full, and a mask costs as much as the exponential: ask first where asking is cheap.
-        one_for_all = mask.shape[-2] == 1
-        scores = lax.cond(mask.all(), lambda scores: scores, hide, scores) if one_for_all else hide(scores)
-        largest = jnp.maximum(self.largest, scores.max(-1))
-        p = jnp.exp(scores - largest[..., None])
-        decay = jnp.exp(self.largest - largest)
-        weighted = self.weighted * decay[..., None] + weighted_sum(p)
-        return _Softmax(largest, self.total * decay + p.sum(-1), weighted)
-
-    def merge(self, other: "_Softmax") -> "_Softmax":
-        """Both sets of keys."""
-        largest = jnp.maximum(self.largest, other.largest)
-        a, b = jnp.exp(self.largest - largest), jnp.exp(other.largest - largest)
-        weighted = self.weighted * a[..., None] + other.weighted * b[..., None]
-        return _Softmax(largest, self.total * a + other.total * b, weighted)
-
-    def output(self) -> Array:
-        """weighted / total; zero for a row that saw nothing."""
-        return self.weighted / jnp.where(self.total > 0, self.total, 1.0)[..., None]
 
 
 @dataclass(frozen=True)
@@ -137,12 +95,12 @@ def _tail(side: SideCache, start: Array, size: int, reaches_store: bool) -> Arra
     return take_tokens(both, tiles * tile - (side.flushed - start), size)
 
 
-def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal: bool, dynamic: bool) -> _Softmax:
+def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal: bool, dynamic: bool) -> Softmax:
     """Everything cached. q: in K's stored basis, not scaled `[batch, kv_heads, queries, head_dim]`."""
     k, v, sink = cache.k, cache.v, cache.scheme.sink
     rope = cache.rope  # only where keys are stored before it
     batch, kv_heads, rows, _ = q.shape
-    state = _Softmax.start(batch, kv_heads, rows, v.side.quantizer.head_dim)
+    state = Softmax.start(batch, kv_heads, rows, v.side.quantizer.head_dim)
     q, rounded = q * scale, k.side.quantizer.query(q) * scale
 
     # Whole read tiles that both sides have flushed are read from the store; what is left is short, and dense.
@@ -158,7 +116,7 @@ def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal:
             count, at = size // side.tile_tokens, first // side.tile_tokens
             return {name: lax.dynamic_slice_in_dim(leaf, at, count, axis=2) for name, leaf in side.store.items()}
 
-        def see_tile(i: Array, state: _Softmax) -> _Softmax:
+        def see_tile(i: Array, state: Softmax) -> Softmax:
             first = jnp.minimum(i * size, room - size)  # the last tile reaches back instead of beyond the end
             token = first + jnp.arange(size)
             exists = (token >= i * size) & (token < both[:, None])
@@ -188,16 +146,16 @@ def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal:
     return state.see(dot(q, jnp.swapaxes(dense_k, -1, -2)), mask, lambda p: dot(p, dense_v))
 
 
-def _over_block(q: Array, queries: _Queries, k: Array, v: Array, exists: Array, dynamic: bool) -> _Softmax:
+def _over_block(q: Array, queries: _Queries, k: Array, v: Array, exists: Array, dynamic: bool) -> Softmax:
     """Causal attention of a block over itself, in tiles of keys. q scaled, `[batch, kv_heads, queries, head_dim]`."""
     batch, kv_heads, rows, _ = q.shape
-    state, n = _Softmax.start(batch, kv_heads, rows, v.shape[3]), k.shape[2]
+    state, n = Softmax.start(batch, kv_heads, rows, v.shape[3]), k.shape[2]
     size = min(n, READ_TOKENS)
     v = jnp.where(exists[:, None, :, None], v, jnp.zeros((), v.dtype))  # 0 · NaN in padding would be NaN
     k, v = (pad_tokens(x, -n % size) for x in (k, v))
     position, exists = (jnp.pad(x, ((0, 0), (0, -n % size))) for x in (queries.position, exists))
 
-    def see(i: Array, state: _Softmax) -> _Softmax:
+    def see(i: Array, state: Softmax) -> Softmax:
         part_k, part_v = (lax.dynamic_slice_in_dim(x, i * size, size, axis=2) for x in (k, v))
         at, here = (lax.dynamic_slice_in_dim(x, i * size, size, axis=1) for x in (position, exists))
         scores = dot(q, jnp.swapaxes(part_k, -1, -2))
@@ -250,7 +208,7 @@ def _tiled(
         # An extra key whose value is zero: one more term in the total.
         logit = jnp.repeat(sinks.astype(jnp.float32), q.shape[2]).reshape(1, kv_heads, -1)
         logit = jnp.broadcast_to(logit, state.largest.shape)
-        state = state.merge(_Softmax(logit, jnp.ones_like(logit), jnp.zeros_like(state.weighted)))
+        state = state.merge(Softmax(logit, jnp.ones_like(logit), jnp.zeros_like(state.weighted)))
     return state.output().reshape(*q.shape[:3], -1)
 
 

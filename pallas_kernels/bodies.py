@@ -105,18 +105,18 @@ def e2m1(codes: Array) -> Array:
 
 
 class Part(NamedTuple):
-    """Keys whose scores came out of one product: tokens stride·(row + i) + plane, i < count."""
+    """Keys whose scores came out of one product: tokens stride·(row + i) + plane, i < size."""
 
-    scores: Array  # [rows of q, count]
+    scores: Array  # [rows of q, size]
     row: Array  # int32
-    count: int
+    size: int
     stride: int
     plane: int
     tile: Array  # int32: the K tile they are in
 
     @property
     def tokens(self) -> Array:
-        return (self.row + lax.iota(jnp.int32, self.count)) * self.stride + self.plane
+        return (self.row + lax.iota(jnp.int32, self.size)) * self.stride + self.plane
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Values(abc.ABC):
 
     @abc.abstractmethod
     def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
-        """p·V̂ by planes, each `[rows, head_dim/planes]`. mask `[count]`: which tokens of `part` are there."""
+        """p·V̂ by planes, each `[rows, head_dim/planes]`. mask `[size]`: which tokens of `part` are there."""
 
 
 def by_stride(leaf: Array, stride: int) -> Array:
@@ -233,7 +233,7 @@ class BlockValues(Values):
 
     def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
         codes, scale = (
-            load(ref, (pl.ds(part.row, part.count), part.plane, slice(None)), mask[:, None]) for ref in refs
+            load(ref, (pl.ds(part.row, part.size), part.plane, slice(None)), mask[:, None]) for ref in refs
         )
         terms = bf16_terms(p, self.terms)
         return [dot_terms(terms, [plane]) for plane in _fp4_planes(codes, scale, self.halved)]
@@ -317,7 +317,7 @@ class AffineValues(Values):
         return leaves
 
     def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
-        rows = pl.ds(part.row, part.count)
+        rows = pl.ds(part.row, part.size)
         codes = load(refs[0], (rows, part.plane, slice(None)), mask[:, None])
         of_channels = [plane.astype(jnp.float32) for plane in planes(codes.astype(jnp.int32), self.bits)]
         if self.group < self.head_dim:
@@ -372,7 +372,7 @@ class DenseValues(Values):
         return [by_stride(store["values"], stride)]
 
     def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
-        values = widen(load(refs[0], (pl.ds(part.row, part.count), part.plane, slice(None)), mask[:, None]))
+        values = widen(load(refs[0], (pl.ds(part.row, part.size), part.plane, slice(None)), mask[:, None]))
         return [dot_terms(bf16_terms(p, self.terms), bf16_terms(values, 1 if self.exact else self.terms))]
 
 

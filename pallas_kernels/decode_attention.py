@@ -9,7 +9,7 @@ rows, causal blocks and sliding windows are one case and nothing outside of it i
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kvq_jax.online_softmax import MASKED, NOTHING, Softmax
 from pallas_kernels.bodies import SMALLEST, Keys, Ref, Values
-
-MASKED = -3e38  # finite, as NOTHING is: see kvq_jax.attention
-NOTHING = -1e38
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,6 @@ class Config:
     warps: int = 4
     stages: int = 2
     rows: int = SMALLEST
-
-
-class Partial(NamedTuple):
-    """A softmax over some keys: largest score, Σ exp(score − largest), Σ exp(score − largest)·value."""
-
-    largest: Array  # [batch, kv_heads, rows]; −1e38 where no key was seen
-    total: Array
-    weighted: Array  # [batch, kv_heads, rows, head_dim]
 
 
 def _see(
@@ -113,8 +103,8 @@ def split_attention(
     config: Config,
     windowed: bool,
     interpret: bool = False,
-) -> Partial:
-    """The kernel, before the merge: leaves of `Partial` with an axis of splits before the rows.
+) -> Softmax:
+    """The kernel, before the merge: leaves of `Softmax` with an axis of splits before the rows.
 
     Args as `decode_attention`; rows a multiple of config.rows.
     """
@@ -163,14 +153,14 @@ def split_attention(
         interpret=interpret,
         name="decode_attention",
     )(low, high, *operands[0], *operands[1], *operands[2])
-    return Partial(largest, total, weighted.reshape(*shape, head_dim))
+    return Softmax(largest, total, weighted.reshape(*shape, head_dim))
 
 
-def merge(parts: Partial) -> Partial:
+def merge(parts: Softmax) -> Softmax:
     """The shares `[batch, kv_heads, splits, rows, ...]` as one."""
     largest = parts.largest.max(2)
     weight = jnp.exp(parts.largest - largest[:, :, None])
-    return Partial(largest, jnp.sum(parts.total * weight, axis=2), jnp.sum(parts.weighted * weight[..., None], axis=2))
+    return Softmax(largest, jnp.sum(parts.total * weight, axis=2), jnp.sum(parts.weighted * weight[..., None], axis=2))
 
 
 def attend_store(
@@ -186,7 +176,7 @@ def attend_store(
     config: Config,
     windowed: bool,
     interpret: bool = False,
-) -> Partial:
+) -> Softmax:
     """`decode_attention` as a softmax in progress, to be merged with other keys."""
     rows = q.shape[2]
     more = -rows % config.rows
@@ -194,7 +184,7 @@ def attend_store(
     low, high = (jnp.pad(x, ((0, 0), (0, more)), mode="edge") for x in (low, high))  # so that they see nothing else
     how: dict[str, Any] = {"keys": keys, "values": values, "scale": scale, "config": config, "windowed": windowed}
     merged = merge(split_attention(q, low, high, k_store, v_store, **how, interpret=interpret))
-    return Partial(merged.largest[:, :, :rows], merged.total[:, :, :rows], merged.weighted[:, :, :rows])
+    return Softmax(merged.largest[:, :, :rows], merged.total[:, :, :rows], merged.weighted[:, :, :rows])
 
 
 def decode_attention(q: Array, low: Array, high: Array, *stores: dict[str, Array], **how: Any) -> tuple[Array, Array]:
@@ -209,6 +199,6 @@ def decode_attention(q: Array, low: Array, high: Array, *stores: dict[str, Array
       how: keys, values (the layouts, `pallas_kernels.dispatch.layouts`), scale (of the scores), config, windowed
         (whether any low is above 0), interpret.
     """
-    largest, total, weighted = attend_store(q, low, high, *stores, **how)
-    some = jnp.where(total > 0, total, 1.0)
-    return weighted / some[..., None], jnp.where(total > 0, largest + jnp.log(some), NOTHING)
+    state = attend_store(q, low, high, *stores, **how)
+    total = jnp.where(state.total > 0, state.total, 1.0)
+    return state.output(), jnp.where(state.total > 0, state.largest + jnp.log(total), NOTHING)
