@@ -6,7 +6,8 @@ One online softmax (float32) runs over all parts, so nothing is concatenated and
 decoded. The cached parts are read in the basis they are stored in: q is rotated once, the output rotated back once.
 
 `reference` reads the whole cache and computes the formula as it stands, in float32 but for the rounding of the query
-that a scheme may ask for (`Quantizer.query`); `xla` is the tiled path and the default.
+that a scheme may ask for (`Quantizer.query`); `xla` is the tiled path and the default on a CPU; with `pallas_triton` a
+kernel (`pallas_kernels`) reads the tiles, and the rest, which is short and dense, is merged on XLA.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvq_jax.cache import Cache, SideCache, append, block_mask, check_block, pad_tokens, take_tokens
+from kvq_jax.implementations import kernel_for, resolve_implementation
 from kvq_jax.online_softmax import Softmax
 from kvq_jax.protocol import Attend
 from kvq_jax.quantizers.base import Leaves, dot
@@ -28,21 +30,8 @@ from kvq_jax.reading import read
 from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
 
-IMPLEMENTATIONS = ("reference", "xla")
 READ_TOKENS = 512  # tokens of a read tile: large enough to keep a matrix product busy, small enough for a CPU's cache
 X = TypeVar("X")
-
-
-def resolve_implementation(implementation: str | None) -> str:
-    """What `attend` will run. None picks `xla`. Raises ValueError for an unknown name, NotImplementedError for one that
-    does not cover the case."""
-    if implementation is None:
-        return "xla"
-    if implementation == "pallas_triton":
-        raise NotImplementedError("implementation='pallas_triton': no kernel covers any scheme yet; use 'xla' or None")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is unknown; allowed: None, {', '.join(IMPLEMENTATIONS)}")
-    return implementation
 
 
 @dataclass(frozen=True)
@@ -62,6 +51,16 @@ class _Queries:
         if self.sliding_window is not None:
             seen = seen & (distance < self.sliding_window)
         return jnp.tile(seen, (1, self.heads_per_kv, 1))[:, None] if seen.shape[1] > 1 else seen[:, None]
+
+    def interval(self, first: int, count: Array, causal: bool) -> tuple[Array, Array]:
+        """Of `count` `[batch]` keys that begin at position `first`, the ones [low, high) that each query sees, int32
+        `[batch, queries]`."""
+        relative = self.position - first
+        high = jnp.minimum(relative + 1, count[:, None]) if causal else jnp.broadcast_to(count[:, None], relative.shape)
+        low = jnp.zeros_like(high) if self.sliding_window is None else relative - self.sliding_window + 1
+        high = jnp.maximum(high, 0)
+        low, high = (jnp.tile(x.astype(jnp.int32), (1, self.heads_per_kv)) for x in (jnp.clip(low, 0, high), high))
+        return low, high
 
 
 def _loop(body: Callable[[Array, X], X], steps: Array, most: int, start: X, dynamic: bool) -> X:
@@ -95,13 +94,16 @@ def _tail(side: SideCache, start: Array, size: int, reaches_store: bool) -> Arra
     return take_tokens(both, tiles * tile - (side.flushed - start), size)
 
 
-def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal: bool, dynamic: bool) -> Softmax:
+def _over_cache(
+    q: Array, scale: float, queries: _Queries, cache: Cache, causal: bool, dynamic: bool, kernel: Any
+) -> Softmax:
     """Everything cached. q: in K's stored basis, not scaled `[batch, kv_heads, queries, head_dim]`."""
     k, v, sink = cache.k, cache.v, cache.scheme.sink
     rope = cache.rope  # only where keys are stored before it
     batch, kv_heads, rows, _ = q.shape
     state = Softmax.start(batch, kv_heads, rows, v.side.quantizer.head_dim)
-    q, rounded = q * scale, k.side.quantizer.query(q) * scale
+    rounded = k.side.quantizer.query(q)
+    q *= scale
 
     # Whole read tiles that both sides have flushed are read from the store; what is left is short, and dense.
     block = math.lcm(k.tile_tokens, v.tile_tokens)
@@ -109,7 +111,14 @@ def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal:
     same = k.side.window == v.side.window
     both = k.flushed if same else jnp.minimum(jnp.minimum(k.flushed, v.flushed) // block * block, room)
 
-    if room:
+    if room and kernel is not None:
+        from pallas_kernels import dispatch
+
+        interval = queries.interval(sink, both, causal)
+        windowed = queries.sliding_window is not None
+        state = dispatch.over_store(kernel, rounded, *interval, cache, scale=scale, windowed=windowed)
+    elif room:
+        rounded *= scale
         size = min(max(READ_TOKENS // block, 1) * block, room)
 
         def tiles(side: SideCache, first: Array) -> Leaves:
@@ -179,6 +188,7 @@ class _Call:
     scale: float
     sliding_window: int | None
     heads_per_kv: int
+    kernel: Any = None  # `pallas_kernels.dispatch.Kernel`
 
 
 def _tiled(
@@ -197,7 +207,8 @@ def _tiled(
     state = None
     if cache is not None:
         rotated = hadamard(rows) if cache.k.side.rotate else rows
-        state = _over_cache(rotated, call.scale, queries, cache, causal=block is None, dynamic=dynamic)
+        kernel = call.kernel if dynamic else None  # kernels have no gradient
+        state = _over_cache(rotated, call.scale, queries, cache, block is None, dynamic, kernel)
         if cache.v.side.rotate:
             state = dataclasses.replace(state, weighted=hadamard(state.weighted))
     if block is not None:
@@ -311,7 +322,8 @@ def attend(
       valid: bool `[batch, tokens]`; the block's tokens that exist. Output at the others means nothing (it is finite).
       sinks: `[q_heads]`, an extra logit a head whose value is zero.
       sliding_window: a query sees itself and the sliding_window − 1 tokens before it.
-      implementation: None (picks), "xla" (tiled) or "reference" (dense).
+      implementation: "xla" (tiled), "reference" (dense), "pallas_triton" (a GPU kernel reads the tiles), or None, which
+        picks: see `resolve_implementation`, which also says what it will be.
 
     Returns q's shape and dtype; softmax and sums in float32. Reverse-mode differentiable in q, k, v and sinks; cached
     leaves are constants. Raises ValueError for shapes that do not fit, NotImplementedError for an implementation that
@@ -345,7 +357,8 @@ def attend(
         return q
     if sinks is not None and sinks.shape != (q_heads,):
         raise ValueError(f"sinks has shape {sinks.shape}; it must be [{q_heads}]")
-    call = _Call(1 / math.sqrt(head_dim) if scale is None else float(scale), sliding_window, q_heads // kv_heads)
+    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    call = _Call(scale, sliding_window, q_heads // kv_heads, kernel_for(implementation, cache, q))
     rank = jnp.cumsum(exists, axis=1, dtype=jnp.int32)
     first = jnp.zeros(batch, jnp.int32) if cache is None else cache.length - (0 if block is not None else rank[:, -1])
     rest = (q, sinks, cache, block, first[:, None] + rank - 1, exists)

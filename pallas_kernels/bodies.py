@@ -19,6 +19,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels._internals import GROUP, dot_scaled
+
 Ref = Any  # a window of an operand: what Pallas hands to a kernel
 SMALLEST = 16  # of any side of a matrix product
 MX_NAN = 255
@@ -80,6 +82,8 @@ def as_bits(leaf: Array) -> Array:
 
 def repeated(x: Array, times: int) -> Array:
     """`[rows, n]` -> `[rows, n·times]`, every column `times` times."""
+    if times == 1:
+        return x
     rows, n = x.shape
     return jnp.broadcast_to(x[:, :, None], (rows, n, times)).reshape(rows, n * times)
 
@@ -174,6 +178,11 @@ class Values(abc.ABC):
         """p·V̂ by planes, each `[rows, head_dim/planes]`. mask `[size]`: which tokens of `part` are there."""
 
 
+def of_tokens(leaf: Array) -> Array:
+    """`[batch, kv_heads, tokens, 1, n]` -> `[batch, kv_heads, tokens, n]`."""
+    return leaf.reshape(*leaf.shape[:3], leaf.shape[4])
+
+
 def by_stride(leaf: Array, stride: int) -> Array:
     """`[batch, kv_heads, tiles, tile tokens, ...]` -> `[batch, kv_heads, tokens/stride, stride, ...]`."""
     return leaf.reshape(*leaf.shape[:2], -1, stride, *leaf.shape[4:])
@@ -200,7 +209,7 @@ class BlockKeys(Keys):
     halved: bool
 
     def operands(self, store: dict[str, Array]) -> list[Array]:
-        return [store[name][..., 0, :] for name in ("codes", "scale")]
+        return [of_tokens(store[name]) for name in ("codes", "scale")]
 
     def queries(self, q: Array) -> list[Array]:
         pairs = q.reshape(*q.shape[:-1], -1, 2)
@@ -219,6 +228,28 @@ class BlockKeys(Keys):
 
 
 @dataclass(frozen=True)
+class ScaledKeys(Keys):
+    """As `BlockKeys`, blocks of 32 channels or more, for a query that is exact in E4M3: the scaled matrix instruction
+    reads the packed bytes and their scales. swapped: keys are the M side of the product, as tcgen05 wants them."""
+
+    swapped: bool
+
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        return [of_tokens(store[name]) for name in ("codes", "scale")]
+
+    def queries(self, q: Array) -> list[Array]:
+        return [q.astype(jnp.float8_e4m3fn)]
+
+    def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
+        mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
+        codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), mask) for ref in refs)
+        scale = repeated(scale, self.head_dim // GROUP // scale.shape[1])
+        by_keys = {"lhs_scale": scale} if self.swapped else {"rhs_scale": scale}
+        scores = dot_scaled(codes, q.T, **by_keys).T if self.swapped else dot_scaled(q, codes.T, **by_keys)
+        return [Part(scores, first, tokens, 1, 0, first)]
+
+
+@dataclass(frozen=True)
 class BlockValues(Values):
     """As `BlockKeys`. A scale belongs to channels, which a sum over tokens does not contract: no scaled product."""
 
@@ -232,9 +263,7 @@ class BlockValues(Values):
         return [by_stride(store[name], stride) for name in ("codes", "scale")]
 
     def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
-        codes, scale = (
-            load(ref, (pl.ds(part.row, part.size), part.plane, slice(None)), mask[:, None]) for ref in refs
-        )
+        codes, scale = (load(ref, (pl.ds(part.row, part.size), part.plane, slice(None)), mask[:, None]) for ref in refs)
         terms = bf16_terms(p, self.terms)
         return [dot_terms(terms, [plane]) for plane in _fp4_planes(codes, scale, self.halved)]
 
@@ -249,6 +278,7 @@ class AffineKeys(Keys):
     bits: int
     group: int
     token_scale: bool
+    joins: bool  # the planes of a byte: where one has fewer tokens than a product may have
 
     @property
     def tile(self) -> int:
@@ -256,9 +286,7 @@ class AffineKeys(Keys):
 
     @property
     def stride(self) -> int:
-        """A plane of fewer tokens than a product may have is joined with the others."""
-        per_byte = 8 // self.bits
-        return per_byte if self.group // per_byte >= SMALLEST else 1
+        return 1 if self.joins else 8 // self.bits
 
     def operands(self, store: dict[str, Array]) -> list[Array]:
         leaves = [store["codes"], as_bits(store["scale"]), as_bits(store["zero"])]
@@ -350,7 +378,7 @@ class DenseKeys(Keys):
     exact: bool  # the keys in bfloat16
 
     def operands(self, store: dict[str, Array]) -> list[Array]:
-        return [store["values"][..., 0, :]]
+        return [of_tokens(store["values"])]
 
     def load_queries(self, refs: list[Ref]) -> Any:
         return bf16_terms(refs[0][...], self.terms)
@@ -374,16 +402,3 @@ class DenseValues(Values):
     def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
         values = widen(load(refs[0], (pl.ds(part.row, part.size), part.plane, slice(None)), mask[:, None]))
         return [dot_terms(bf16_terms(p, self.terms), bf16_terms(values, 1 if self.exact else self.terms))]
-
-
-__all__ = [
-    "AffineKeys",
-    "AffineValues",
-    "BlockKeys",
-    "BlockValues",
-    "DenseKeys",
-    "DenseValues",
-    "Keys",
-    "Part",
-    "Values",
-]

@@ -8,7 +8,6 @@ rows, causal blocks and sliding windows are one case and nothing outside of it i
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,18 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kvq_jax.online_softmax import MASKED, NOTHING, Softmax
-from pallas_kernels.bodies import SMALLEST, Keys, Ref, Values
-
-
-@dataclass(frozen=True)
-class Config:
-    """How a kernel is cut. tokens: of a step, a multiple of K's tile; rows: queries of a program, 16 or more."""
-
-    tokens: int
-    splits: int
-    warps: int = 4
-    stages: int = 2
-    rows: int = SMALLEST
+from pallas_kernels.bodies import Keys, Ref, Values
+from pallas_kernels.configurations import Config
 
 
 def _see(
