@@ -163,19 +163,26 @@ class LoweredKernel:
     num_stages: int
 
 
+def parse_ir(ir_text: str | bytes) -> Any:
+    """The MLIR module of a text (or bytecode) of Triton IR, verified. Raises jaxlib's MLIRError if it is not valid."""
+    require()
+    lowering, ir = _modules()
+    with lowering._new_ir_context():
+        module = ir.Module.parse(ir_text)
+        module.operation.verify()
+    return module
+
+
 def lowered_kernels(fn: Callable[..., Any], args: Sequence[Any], platform: str) -> list[LoweredKernel]:
     """Lowers `fn(*args)` for `platform` and takes the kernels out; each is parsed again, which verifies it."""
     require()
-    lowering, ir = _modules()
+    _, ir = _modules()
     module = jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     found = []
     for call in _custom_calls(module.operation):
         config = {entry.name: entry.attr for entry in ir.DictAttr(call.attributes["mhlo.backend_config"])}
         number = {name: ir.IntegerAttr(attr).value for name, attr in config.items() if name.startswith(("grid", "num"))}
-        with lowering._new_ir_context():
-            kernel = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
-            kernel.operation.verify()
-            text = kernel.operation.get_asm(enable_debug_info=False)
+        text = parse_ir(ir.StringAttr(config["ir"]).value_bytes).operation.get_asm(enable_debug_info=False)
         grid = (number["grid_x"], number["grid_y"], number["grid_z"])
         name = ir.StringAttr(config["name"]).value
         found.append(LoweredKernel(name, text, grid, number["num_warps"], number["num_stages"]))
