@@ -53,13 +53,16 @@ def dot_terms(a: list[Array], b: list[Array], transposed: bool = False) -> Array
     return out
 
 
-def load(ref: Ref, index: tuple[Any, ...], mask: Array) -> Array:
-    """ref[index], 0 where the mask is False: nothing is read there."""
+def load(ref: Ref, index: tuple[Any, ...], mask: Array | None) -> Array:
+    """ref[index], 0 where the mask, broadcastable to it, is False: nothing is read there."""
     # Interpret mode takes no Python number as an index; a slice of one is as good.
     kept = [i for i in index if isinstance(i, (int, slice, pl.Slice))]
     fixed = [axis for axis, i in enumerate(kept) if isinstance(i, int)]
     index = tuple(pl.ds(i, 1) if isinstance(i, int) else i for i in index)
-    out = plgpu.load(ref.at[index], mask=jnp.expand_dims(mask, fixed), other=0)
+    if mask is None:
+        out = plgpu.load(ref.at[index])
+    else:
+        out = plgpu.load(ref.at[index], mask=jnp.expand_dims(mask, fixed), other=0)
     return out.reshape([size for axis, size in enumerate(out.shape) if axis not in fixed])
 
 
@@ -115,6 +118,7 @@ class Part(NamedTuple):
     scores: Array  # [rows of q, size]
     first: Array  # int32: its first token
     tile: Array  # int32: the tile of K that it belongs to
+    there: Array | None  # bool [size] or [1]: which are in the store; None: all
 
     @property
     def size(self) -> int:
@@ -172,13 +176,13 @@ class Values(abc.ABC):
         """As `Keys.operands`."""
 
     @abc.abstractmethod
-    def weighted(self, part: Part, refs: list[Ref], limit: Array) -> list[Array]:
+    def weighted(self, part: Part, refs: list[Ref]) -> list[Array]:
         """p·V̂ of a part whose scores are now probabilities; planes `[rows, head_dim/planes]`."""
 
 
-def rows_of(part: Part, limit: Array) -> tuple[Any, Array]:
-    """The tokens of a part as an index, and which of them are there, `[size]`."""
-    return pl.ds(part.first, part.size), part.tokens < limit
+def rows_of(part: Part) -> tuple[Any, Array | None]:
+    """The tokens of a part as an index, and which of them are there, to go with more axes."""
+    return pl.ds(part.first, part.size), None if part.there is None else part.there[:, None]
 
 
 def of_tokens(leaf: Array) -> Array:
@@ -218,11 +222,11 @@ class BlockKeys(Keys):
         return [bf16_terms(ref[...], self.terms) if self.terms > 1 else [ref[...]] for ref in refs]
 
     def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
-        mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
-        codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), mask) for ref in refs)
+        there = first + lax.iota(jnp.int32, tokens) < limit
+        codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), there[:, None]) for ref in refs)
         even, odd = _fp4_planes(codes, scale, self.halved)
         scores = dot_terms(q[0], [even], transposed=True) + dot_terms(q[1], [odd], transposed=True)
-        return [Part(scores, first, first)]
+        return [Part(scores, first, first, there)]
 
 
 @dataclass(frozen=True)
@@ -239,12 +243,15 @@ class ScaledKeys(Keys):
         return [q.astype(jnp.float8_e4m3fn)]
 
     def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
-        mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
-        codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), mask) for ref in refs)
+        there = first + lax.iota(jnp.int32, tokens) < limit
+        codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), there[:, None]) for ref in refs)
         scale = repeated(scale, self.head_dim // GROUP // scale.shape[1])
-        by_keys = {"lhs_scale": scale} if self.swapped else {"rhs_scale": scale}
-        scores = dot_scaled(codes, q.T, **by_keys).T if self.swapped else dot_scaled(q, codes.T, **by_keys)
-        return [Part(scores, first, first)]
+        if self.swapped:  # tcgen05 has no form with one scale: the query's is 2^0
+            unit = jnp.full((q.shape[0], self.head_dim // GROUP), 127, jnp.uint8)
+            scores = dot_scaled(codes, q.T, lhs_scale=scale, rhs_scale=unit).T
+        else:
+            scores = dot_scaled(q, codes.T, rhs_scale=scale)
+        return [Part(scores, first, first, there)]
 
 
 @dataclass(frozen=True)
@@ -260,9 +267,9 @@ class BlockValues(Values):
     def operands(self, store: dict[str, Array]) -> list[Array]:
         return [of_tokens(store[name]) for name in ("codes", "scale")]
 
-    def weighted(self, part: Part, refs: list[Ref], limit: Array) -> list[Array]:
-        rows, there = rows_of(part, limit)
-        codes, scale = (load(ref, (rows, slice(None)), there[:, None]) for ref in refs)
+    def weighted(self, part: Part, refs: list[Ref]) -> list[Array]:
+        rows, there = rows_of(part)
+        codes, scale = (load(ref, (rows, slice(None)), there) for ref in refs)
         terms = bf16_terms(part.scores, self.terms)
         return [dot_terms(terms, [plane]) for plane in _fp4_planes(codes, scale, self.halved)]
 
@@ -291,7 +298,8 @@ class AffineKeys(Keys):
 
     def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
         return [
-            self._tile(q, refs, first // self.group + i, first + i * self.group, limit)
+            # A step begins below the limit, and what was flushed was flushed by tiles: its first tile is there.
+            self._tile(q, refs, first // self.group + i, first + i * self.group, limit if i else None)
             for i in range(tokens // self.group)
         ]
 
@@ -302,23 +310,19 @@ class AffineKeys(Keys):
     def _channels(self) -> int:
         return min(self.chunk, self.head_dim)
 
-    def _tile(self, q: list[Array], refs: list[Ref], tile: Array, first: Array, limit: Array) -> Part:
-        there = first < limit
+    def _tile(self, q: list[Array], refs: list[Ref], tile: Array, first: Array, limit: Array | None) -> Part:
+        there = None if limit is None else (first < limit)[None]
         scores, offset = [], []
         for i, part in enumerate(q):
             channels = pl.ds(i * self._channels, self._channels)
-            codes = load(
-                refs[0], (tile, channels, slice(None)), jnp.broadcast_to(there, (self._channels, refs[0].shape[2]))
-            )
-            scale, zero = (
-                widen(load(ref, (tile, channels), jnp.broadcast_to(there, (self._channels,)))) for ref in refs[1:3]
-            )
+            codes = load(refs[0], (tile, channels, slice(None)), None if there is None else there[:, None])
+            scale, zero = (widen(load(ref, (tile, channels), there)) for ref in refs[1:3])
             offset.append(jnp.sum(part * zero[None, :], axis=1))
             scores.append(dot_terms(bf16_terms(part * scale[None, :], self.terms), [unpacked(codes, self.bits)]))
         total = functools.reduce(jnp.add, scores) + functools.reduce(jnp.add, offset)[:, None]
         if self.token_scale:
-            total *= widen(load(refs[3], (tile, slice(None)), jnp.broadcast_to(there, (self.group,))))[None, :]
-        return Part(total, first, tile)
+            total *= widen(load(refs[3], (tile, slice(None)), there))[None, :]
+        return Part(total, first, tile, there)
 
 
 @dataclass(frozen=True)
@@ -337,24 +341,23 @@ class AffineValues(Values):
         leaves = [of_tokens(as_bits(store[name])) for name in ("codes", "scale", "zero")]
         return [*leaves, as_bits(store["channel_scale"])] if self.channel_scale else leaves
 
-    def weighted(self, part: Part, refs: list[Ref], limit: Array) -> list[Array]:
-        out = (self._decoded if self.group < self.head_dim else self._folded)(part, refs, limit)
+    def weighted(self, part: Part, refs: list[Ref]) -> list[Array]:
+        out = (self._decoded if self.group < self.head_dim else self._folded)(part, refs)
         if self.channel_scale:
-            there = jnp.broadcast_to(part.first < limit, (self.head_dim,))
-            out = out * widen(load(refs[3], (part.tile, slice(None)), there))[None, :]
+            out = out * widen(load(refs[3], (part.tile, slice(None)), part.there))[None, :]
         return [out]
 
-    def _decoded(self, part: Part, refs: list[Ref], limit: Array) -> Array:
-        rows, there = rows_of(part, limit)
-        codes, scale, zero = (load(ref, (rows, slice(None)), there[:, None]) for ref in refs[:3])
+    def _decoded(self, part: Part, refs: list[Ref]) -> Array:
+        rows, there = rows_of(part)
+        codes, scale, zero = (load(ref, (rows, slice(None)), there) for ref in refs[:3])
         scale, zero = (repeated(widen(x), self.group) for x in (scale, zero))
         values = unpacked(codes, self.bits).astype(jnp.float32) * scale + zero
         return dot_terms(bf16_terms(part.scores, self.terms), bf16_terms(values, self.terms))
 
-    def _folded(self, part: Part, refs: list[Ref], limit: Array) -> Array:
-        rows, there = rows_of(part, limit)
-        codes = load(refs[0], (rows, slice(None)), there[:, None])
-        scale, zero = (widen(load(ref, (rows, 0), there)) for ref in refs[1:3])
+    def _folded(self, part: Part, refs: list[Ref]) -> Array:
+        rows, there = rows_of(part)
+        codes = load(refs[0], (rows, slice(None)), there)
+        scale, zero = (widen(load(ref, (rows, 0), part.there)) for ref in refs[1:3])
         offset = jnp.sum(part.scores * zero[None, :], axis=1)[:, None]
         return dot_terms(bf16_terms(part.scores * scale[None, :], self.terms), [unpacked(codes, self.bits)]) + offset
 
@@ -372,10 +375,10 @@ class DenseKeys(Keys):
         return bf16_terms(refs[0][...], self.terms)
 
     def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
-        mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
-        keys = widen(load(refs[0], (pl.ds(first, tokens), slice(None)), mask))
+        there = first + lax.iota(jnp.int32, tokens) < limit
+        keys = widen(load(refs[0], (pl.ds(first, tokens), slice(None)), there[:, None]))
         scores = dot_terms(q, bf16_terms(keys, 1 if self.exact else max(self.terms, 2)), transposed=True)
-        return [Part(scores, first, first)]
+        return [Part(scores, first, first, there)]
 
 
 @dataclass(frozen=True)
@@ -387,8 +390,8 @@ class DenseValues(Values):
     def operands(self, store: dict[str, Array]) -> list[Array]:
         return [of_tokens(store["values"])]
 
-    def weighted(self, part: Part, refs: list[Ref], limit: Array) -> list[Array]:
-        rows, there = rows_of(part, limit)
-        values = widen(load(refs[0], (rows, slice(None)), there[:, None]))
+    def weighted(self, part: Part, refs: list[Ref]) -> list[Array]:
+        rows, there = rows_of(part)
+        values = widen(load(refs[0], (rows, slice(None)), there))
         terms = bf16_terms(values, 1 if self.exact else self.terms)
         return [dot_terms(bf16_terms(part.scores, self.terms), terms)]

@@ -23,15 +23,23 @@ def _power_of_two(at_least: int) -> int:
     return 1 << max(at_least - 1, 0).bit_length()
 
 
+def _cut(keys: Keys, target: str) -> tuple[int, int, int]:
+    """Tokens of a step, warps and stages. A thread of NVIDIA has 255 registers, one of AMD 512 while there are four
+    warps. AMD's pipelining of many small loads runs out of scalar registers."""
+    amd, wide = target.startswith("gfx"), keys.head_dim > 128
+    if isinstance(keys, AffineKeys):
+        tokens = max(keys.tile, 32 if wide else 64)
+        return (tokens, 2 if keys.head_dim < 128 else 4, 1) if amd else (tokens, 4 if keys.head_dim < 128 else 8, 2)
+    if isinstance(keys, ScaledKeys) and keys.swapped:
+        return 128, 8, 2  # the M side of tcgen05 has 128 rows
+    return (32 if wide or isinstance(keys, DenseKeys) else 64), 4, 2
+
+
 def configuration(keys: Keys, values: Values, *, rows: int, programs: int, tokens: int, target: str) -> Config:
     """rows: queries a KV head; programs: batch · KV heads; tokens: that the store has room for."""
-    if isinstance(keys, AffineKeys):
-        step = max(keys.tile, 64)
-    elif isinstance(keys, ScaledKeys) and keys.swapped:
-        step = 128  # the M side of tcgen05
-    else:
-        step = 32 if isinstance(keys, DenseKeys) or keys.head_dim > 128 else 64
+    step, warps, stages = _cut(keys, target)
     block = min(max(_power_of_two(rows), SMALLEST), MOST_ROWS)
     steps = max(-(-tokens // step), 1)
     wanted = -(-PROGRAMS // (programs * -(-rows // block)))
-    return Config(step, min(_power_of_two(wanted), _power_of_two(steps)), rows=block)
+    splits = min(_power_of_two(wanted), _power_of_two(steps))
+    return Config(step, splits, warps, stages, block)

@@ -42,7 +42,7 @@ def _see(
         for part in parts:
             p = jnp.exp(part.scores - new[:, None])
             total = total + jnp.sum(p, axis=1)
-            more = values.weighted(part._replace(scores=p), refs[1], limit)
+            more = values.weighted(part._replace(scores=p), refs[1])
             weighted = [x + y for x, y in zip(weighted, more, strict=True)]
         return (new, total, *weighted)
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scheme_cases import pinned
+from store_problem import Problem, distance, problem
 
 import kvq_jax as kvq
 from kvq_jax.online_softmax import Softmax
 from pallas_kernels import bodies, decode_attention, dispatch
-from pallas_kernels.configurations import Config
 
 CAPACITY = 200
 LENGTHS = (199, 77)
@@ -94,35 +94,11 @@ def test_attend_with_a_kernel_equals_the_reference(case: Case) -> None:
     np.testing.assert_allclose(out, expected, rtol=0, atol=error * float(np.abs(expected).max()))
 
 
-def store_alone(spec: str, scaled: bool | None = None, terms: int = 3, splits: int = 2) -> tuple[Any, Any, Any, Any]:
-    """Output and log-sum-exp of a kernel over a store, and the formula in float64."""
-    case = Case(spec)
-    q, cache, _, _ = case.inputs()
-    stored = np.minimum(cache.k.flushed, cache.v.flushed)
-    q = np.asarray(cache.k.side.quantizer.query(jnp.asarray(q.reshape(2, 2, 4, 64))))
-    keys, values = dispatch.layouts(cache, terms=terms, scaled=scaled)
-    high = np.repeat(stored[:, None], 4, axis=1).astype(np.int32) - np.array([0, 1, 5, 70], np.int32)
-    low = np.array([[0, 3, 40, 0]] * 2, np.int32)
-    config = Config(max(keys.tile, 32), splits, rows=16)
-    how = {"keys": keys, "values": values, "scale": 0.3, "config": config, "windowed": True, "interpret": True}
-    out, lse = run(lambda *x: decode_attention.decode_attention(*x, **how), q, low, high, cache.k.store, cache.v.store)
-    k, v = (np.asarray(side.tokens(side.store), np.float64)[:, :, : stored.max()] for side in cache.sides)
-    token = np.arange(stored.max())
-    seen = (token >= low[..., None]) & (token < high[..., None])
-    scores = np.where(seen[:, None], 0.3 * np.einsum("bhqd,bhtd->bhqt", q, k), -np.inf)
-    with np.errstate(divide="ignore"):
-        expected_lse = np.logaddexp.reduce(scores, axis=-1)
-    p = np.where(seen[:, None], np.exp(scores - np.where(np.isfinite(expected_lse), expected_lse, 0)[..., None]), 0)
-    return out, lse, np.einsum("bhqt,bhtd->bhqd", p, v), expected_lse
-
-
-def distance(out: Any, lse: Any, expected: Any, expected_lse: Any) -> float:
-    """The larger of both relative errors; infinite if one sees something where the other sees nothing."""
-    some = np.isfinite(expected_lse)
-    if not ((np.asarray(lse) > -1e37) == some).all():
-        return float("inf")
-    worst = max(np.abs(out - expected).max() / np.abs(expected).max(), np.abs(lse - expected_lse)[some].max())
-    return float(worst) if np.isfinite(worst) else float("inf")
+def interpreted(given: Problem) -> tuple[Any, ...]:
+    """Output and log-sum-exp in interpret mode, and what they should be."""
+    how = {**given.how, "interpret": True}
+    out, lse = run(lambda *x: decode_attention.decode_attention(*x, **how), *given.arguments)
+    return out, lse, given.output, given.log_sum_exp
 
 
 SCHEMES = ["ultraquant:", "mxfp4:", "kvarn:bits=2,group=64,iters=1", "kivi:bits=2,residual=64"]
@@ -131,13 +107,13 @@ SCHEMES = ["ultraquant:", "mxfp4:", "kvarn:bits=2,group=64,iters=1", "kivi:bits=
 @pytest.mark.parametrize("spec", SCHEMES)
 def test_output_and_log_sum_exp_of_a_store_alone_to_float32(spec: str) -> None:
     """With three terms, bfloat16 products lose nothing of a float32 number."""
-    assert distance(*store_alone(spec)) < 5e-6
+    assert distance(*interpreted(problem(spec))) < 5e-6
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_scaled_product_reads_the_packed_keys(swapped: bool) -> None:
-    assert distance(*store_alone("ultraquant:", scaled=swapped)) < 5e-6
-    assert isinstance(dispatch.layouts(Case("ultraquant:").inputs()[1], scaled=swapped)[0], bodies.ScaledKeys)
+    assert distance(*interpreted(problem("ultraquant:", scaled=swapped))) < 5e-6
+    assert isinstance(problem("ultraquant:", scaled=swapped).how["keys"], bodies.ScaledKeys)
 
 
 def swapped_nibbles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +147,7 @@ def forgotten_decay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("spec", ["ultraquant:", "kvarn:bits=2,group=64,iters=1"])
 def test_a_deliberate_bug_is_seen(spec: str, bug: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
-    assert distance(*store_alone(spec)) > 1e-3
+    assert distance(*interpreted(problem(spec))) > 1e-3
 
 
 REFUSED = {
