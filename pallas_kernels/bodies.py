@@ -1,0 +1,404 @@
+"""How the keys and the values of one store are read inside the decode kernel, from the bytes as they are stored.
+
+Triton has no gather and slices no values, and interleaving lanes costs more than it is worth. So what shares a byte
+stays apart as *planes*: the FP4 codes of even and odd channels are two operands, and the query is split likewise; the
+2-bit codes of a K tile, packed along tokens, are four sets of every fourth token, whose scores stay four sets; the
+output has as many planes as a byte of V has channels, and is put together only when it is written.
+
+Products are of bfloat16 with float32 sums. What is exact in bfloat16 (FP4 values, codes, a query rounded to E4M3) is
+one operand; what is not is the sum of `terms` bfloat16 numbers, which leaves a relative error near 2^(−8·terms − 1).
+"""
+
+import abc
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels._internals import GROUP, dot_scaled
+
+Ref = Any  # a window of an operand: what Pallas hands to a kernel
+SMALLEST = 16  # of any side of a matrix product
+MX_NAN = 255
+
+
+def bf16_terms(x: Array, count: int) -> list[Array]:
+    """float32 x as a sum of `count` bfloat16 numbers, largest first.
+
+    The leading ones are rounded in integers: a compiler may take a cast to bfloat16 and back for nothing.
+    """
+    terms = []
+    for _ in range(count - 1):
+        bits = (lax.bitcast_convert_type(x, jnp.int32) + 0x8000) & np.int32(-0x10000)
+        head = lax.bitcast_convert_type(bits, jnp.float32)
+        terms.append(head.astype(jnp.bfloat16))
+        x = x - head
+    return [*terms, x.astype(jnp.bfloat16)]
+
+
+def dot_terms(a: list[Array], b: list[Array], transposed: bool = False) -> Array:
+    """Σ a_i·b_j, float32, over the pairs that are not smaller than what the terms leave out; b given as bᵀ if
+    `transposed`."""
+    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+    out = None
+    for i, x in enumerate(a):
+        for y in b[: max(len(a), len(b)) - i]:
+            part = lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
+            out = part if out is None else out + part
+    assert out is not None
+    return out
+
+
+def load(ref: Ref, index: tuple[Any, ...], mask: Array) -> Array:
+    """ref[index], 0 where the mask is False: nothing is read there."""
+    # Interpret mode takes no Python number as an index; a slice of one is as good.
+    kept = [i for i in index if isinstance(i, (int, slice, pl.Slice))]
+    fixed = [axis for axis, i in enumerate(kept) if isinstance(i, int)]
+    index = tuple(pl.ds(i, 1) if isinstance(i, int) else i for i in index)
+    out = plgpu.load(ref.at[index], mask=jnp.expand_dims(mask, fixed), other=0)
+    return out.reshape([size for axis, size in enumerate(out.shape) if axis not in fixed])
+
+
+def widen(x: Array) -> Array:
+    """A loaded scale or zero as float32: bfloat16 comes as uint16, E4M3 as uint8 (not every GPU converts it)."""
+    if x.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x.astype(jnp.int32) << 16, jnp.float32)
+    if x.dtype == jnp.uint8:
+        byte = x.astype(jnp.int32)  # in float16's place the value times 2^−8, denormals too
+        half = ((byte & 0x80) << 8 | (byte & 0x7F) << 7).astype(jnp.uint16)
+        value = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * np.float32(2**8)
+        return jnp.where((byte & 0x7F) == 0x7F, jnp.nan, value)
+    return x.astype(jnp.float32)
+
+
+def as_bits(leaf: Array) -> Array:
+    """E4M3 leaves as their bytes."""
+    return lax.bitcast_convert_type(leaf, jnp.uint8) if leaf.dtype == jnp.float8_e4m3fn else leaf
+
+
+def repeated(x: Array, times: int) -> Array:
+    """`[rows, n]` -> `[rows, n·times]`, every column `times` times."""
+    if times == 1:
+        return x
+    rows, n = x.shape
+    return jnp.broadcast_to(x[:, :, None], (rows, n, times)).reshape(rows, n * times)
+
+
+def planes(codes: Array, bits: int) -> list[Array]:
+    """int32 bytes -> 8/bits arrays: plane i holds the codes i, i + 8/bits, … of what was packed."""
+    return [codes >> (bits * i) & (2**bits - 1) for i in range(8 // bits)]
+
+
+def joined(parts: list[Array]) -> Array:
+    """Planes `[rows, n]` -> `[rows, n·planes]`, interleaved: only pairs can be joined, on a new last axis."""
+    rows = parts[0].shape[0]
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [jnp.stack([a, b], axis=-1) for a, b in zip(parts[:half], parts[half:], strict=True)]
+    return parts[0].reshape(rows, -1)
+
+
+def e2m1(codes: Array) -> Array:
+    """int32 codes -> float32 · 2^−14: sign and index moved to the top of a float16 (kvq_jax.block_formats)."""
+    half = ((codes & 8) << 12 | (codes & 7) << 9).astype(jnp.uint16)
+    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
+
+
+class Part(NamedTuple):
+    """Keys whose scores came out of one product: tokens stride·(row + i) + plane, i < size."""
+
+    scores: Array  # [rows of q, size]
+    row: Array  # int32
+    size: int
+    stride: int
+    plane: int
+    tile: Array  # int32: the K tile they are in
+
+    @property
+    def tokens(self) -> Array:
+        return (self.row + lax.iota(jnp.int32, self.size)) * self.stride + self.plane
+
+
+@dataclass(frozen=True)
+class Keys(abc.ABC):
+    """One layout of keys. `terms`: of bfloat16, that stand for a query."""
+
+    head_dim: int
+    terms: int
+
+    @property
+    def tile(self) -> int:
+        """Tokens that are read together."""
+        return 1
+
+    @property
+    def stride(self) -> int:
+        """See `Part`."""
+        return 1
+
+    @abc.abstractmethod
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        """The kernel's operands `[batch, kv_heads, ...]`: views of the stored leaves, nothing moves."""
+
+    def queries(self, q: Array) -> list[Array]:
+        """float32 `[batch, kv_heads, rows, head_dim]` -> the kernel's operands `[batch, kv_heads, rows, ...]`."""
+        return [q]
+
+    def load_queries(self, refs: list[Ref]) -> Any:
+        """What stays in registers for all steps."""
+        return refs[0][...]
+
+    @abc.abstractmethod
+    def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
+        """q·K̂ᵀ, not scaled, of the tokens [first, first + tokens); from `limit` on nothing is read."""
+
+
+@dataclass(frozen=True)
+class Values(abc.ABC):
+    """One layout of values. `terms`: of bfloat16, that stand for a probability."""
+
+    head_dim: int
+    terms: int
+
+    @property
+    def planes(self) -> int:
+        """Channel planes·c + i of the output is column c of plane i."""
+        return 1
+
+    @abc.abstractmethod
+    def operands(self, store: dict[str, Array], stride: int) -> list[Array]:
+        """As `Keys.operands`, tokens split into `[tokens/stride, stride]`."""
+
+    @abc.abstractmethod
+    def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
+        """p·V̂ by planes, each `[rows, head_dim/planes]`. mask `[size]`: which tokens of `part` are there."""
+
+
+def of_tokens(leaf: Array) -> Array:
+    """`[batch, kv_heads, tokens, 1, n]` -> `[batch, kv_heads, tokens, n]`."""
+    return leaf.reshape(*leaf.shape[:3], leaf.shape[4])
+
+
+def by_stride(leaf: Array, stride: int) -> Array:
+    """`[batch, kv_heads, tiles, tile tokens, ...]` -> `[batch, kv_heads, tokens/stride, stride, ...]`."""
+    return leaf.reshape(*leaf.shape[:2], -1, stride, *leaf.shape[4:])
+
+
+def _fp4_planes(codes: Array, scale: Array, halved: bool) -> list[Array]:
+    """uint8 codes `[tokens, head_dim/2]` and scale bytes `[tokens, blocks]` -> even and odd channels, bfloat16, exact.
+
+    `halved`: the scale is 2^(byte − 127) with byte 0 too and 255 is NaN (OCP); else byte 0 is a zero block.
+    """
+    byte = scale.astype(jnp.int32)
+    # Twice 2^(byte − 127) for half the value: 2^−127 would be a denormal.
+    factor = lax.bitcast_convert_type((byte + 1 if halved else byte) << 23, jnp.float32)
+    factor = jnp.where(byte == MX_NAN, jnp.nan, factor) if halved else factor
+    factor = repeated(factor, codes.shape[1] // scale.shape[1])
+    unit = np.float32(2**13 if halved else 2**14)
+    return [(e2m1(part) * unit * factor).astype(jnp.bfloat16) for part in planes(codes.astype(jnp.int32), 4)]
+
+
+@dataclass(frozen=True)
+class BlockKeys(Keys):
+    """FP4 with a power-of-two scale for each block of channels: UltraQuant, MXFP4. Bfloat16 products."""
+
+    halved: bool
+
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        return [of_tokens(store[name]) for name in ("codes", "scale")]
+
+    def queries(self, q: Array) -> list[Array]:
+        pairs = q.reshape(*q.shape[:-1], -1, 2)
+        dtype = jnp.bfloat16 if self.terms == 1 else jnp.float32
+        return [pairs[..., i].astype(dtype) for i in (0, 1)]
+
+    def load_queries(self, refs: list[Ref]) -> Any:
+        return [bf16_terms(ref[...], self.terms) if self.terms > 1 else [ref[...]] for ref in refs]
+
+    def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
+        mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
+        codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), mask) for ref in refs)
+        even, odd = _fp4_planes(codes, scale, self.halved)
+        scores = dot_terms(q[0], [even], transposed=True) + dot_terms(q[1], [odd], transposed=True)
+        return [Part(scores, first, tokens, 1, 0, first)]
+
+
+@dataclass(frozen=True)
+class ScaledKeys(Keys):
+    """As `BlockKeys`, blocks of 32 channels or more, for a query that is exact in E4M3: the scaled matrix instruction
+    reads the packed bytes and their scales. swapped: keys are the M side of the product, as tcgen05 wants them."""
+
+    swapped: bool
+
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        return [of_tokens(store[name]) for name in ("codes", "scale")]
+
+    def queries(self, q: Array) -> list[Array]:
+        return [q.astype(jnp.float8_e4m3fn)]
+
+    def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
+        mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
+        codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), mask) for ref in refs)
+        scale = repeated(scale, self.head_dim // GROUP // scale.shape[1])
+        by_keys = {"lhs_scale": scale} if self.swapped else {"rhs_scale": scale}
+        scores = dot_scaled(codes, q.T, **by_keys).T if self.swapped else dot_scaled(q, codes.T, **by_keys)
+        return [Part(scores, first, tokens, 1, 0, first)]
+
+
+@dataclass(frozen=True)
+class BlockValues(Values):
+    """As `BlockKeys`. A scale belongs to channels, which a sum over tokens does not contract: no scaled product."""
+
+    halved: bool
+
+    @property
+    def planes(self) -> int:
+        return 2
+
+    def operands(self, store: dict[str, Array], stride: int) -> list[Array]:
+        return [by_stride(store[name], stride) for name in ("codes", "scale")]
+
+    def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
+        codes, scale = (load(ref, (pl.ds(part.row, part.size), part.plane, slice(None)), mask[:, None]) for ref in refs)
+        terms = bf16_terms(p, self.terms)
+        return [dot_terms(terms, [plane]) for plane in _fp4_planes(codes, scale, self.halved)]
+
+
+@dataclass(frozen=True)
+class AffineKeys(Keys):
+    """Rows are channels (`quantizers.affine.ChannelRows`): codes `[tiles, head_dim, group·bits/8]` along tokens.
+
+    token_scale_j · ((q ∘ scale)·codes_j + q·zero)
+    """
+
+    bits: int
+    group: int
+    token_scale: bool
+    joins: bool  # the planes of a byte: where one has fewer tokens than a product may have
+
+    @property
+    def tile(self) -> int:
+        return self.group
+
+    @property
+    def stride(self) -> int:
+        return 1 if self.joins else 8 // self.bits
+
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        leaves = [store["codes"], as_bits(store["scale"]), as_bits(store["zero"])]
+        if self.token_scale:
+            leaf = as_bits(store["token_scale"])
+            leaves.append(leaf.reshape(*leaf.shape[:-1], -1, self.stride))
+        return leaves
+
+    def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
+        return [
+            part
+            for i in range(tokens // self.group)
+            for part in self._tile(q, refs, first // self.group + i, first + i * self.group < limit)
+        ]
+
+    def _tile(self, q: Array, refs: list[Ref], tile: Array, there: Array) -> list[Part]:
+        count = self.group // self.stride
+        codes = load(refs[0], (tile, slice(None), slice(None)), jnp.broadcast_to(there, refs[0].shape[1:]))
+        scale, zero = (
+            widen(load(ref, (tile, slice(None)), jnp.broadcast_to(there, (self.head_dim,)))) for ref in refs[1:3]
+        )
+        terms = bf16_terms(q * scale[None, :], self.terms)
+        offset = jnp.sum(q * zero[None, :], axis=1)[:, None]
+        of_tokens = [plane.astype(jnp.bfloat16) for plane in planes(codes.astype(jnp.int32), self.bits)]
+        parts = []
+        for plane, operand in enumerate(of_tokens if self.stride > 1 else [joined(of_tokens)]):
+            scores = dot_terms(terms, [operand]) + offset
+            if self.token_scale:
+                factor = load(refs[3], (tile, slice(None), plane), jnp.broadcast_to(there, (count,)))
+                scores = scores * widen(factor)[None, :]
+            parts.append(Part(scores, tile * count, count, self.stride, plane, tile))
+        return parts
+
+
+@dataclass(frozen=True)
+class AffineValues(Values):
+    """Rows are tokens (`quantizers.affine.TokenRows`): codes `[tokens, head_dim·bits/8]` along channels.
+
+    One scale a token is folded: channel_scale ∘ Σ_j p_j (scale_j·codes_j + zero_j). Where a token has several (KIVI),
+    a channel's group decides which, and the values are decoded instead, as two bfloat16 terms.
+    """
+
+    bits: int
+    group: int  # channels
+    channel_scale: bool
+
+    @property
+    def planes(self) -> int:
+        return 8 // self.bits
+
+    def operands(self, store: dict[str, Array], stride: int) -> list[Array]:
+        leaves = [by_stride(as_bits(store[name]), stride) for name in ("codes", "scale", "zero")]
+        if self.channel_scale:
+            leaf = as_bits(store["channel_scale"])
+            leaves.append(leaf.reshape(*leaf.shape[:-1], -1, self.planes))
+        return leaves
+
+    def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
+        rows = pl.ds(part.row, part.size)
+        codes = load(refs[0], (rows, part.plane, slice(None)), mask[:, None])
+        of_channels = [plane.astype(jnp.float32) for plane in planes(codes.astype(jnp.int32), self.bits)]
+        if self.group < self.head_dim:
+            scale, zero = (widen(load(ref, (rows, part.plane, slice(None)), mask[:, None])) for ref in refs[1:3])
+            scale, zero = (repeated(x, self.group // self.planes) for x in (scale, zero))
+            terms = bf16_terms(p, self.terms)
+            return [dot_terms(terms, bf16_terms(plane * scale + zero, self.terms)) for plane in of_channels]
+        scale, zero = (widen(load(ref, (rows, part.plane, 0), mask)) for ref in refs[1:3])
+        terms = bf16_terms(p * scale[None, :], self.terms)
+        offset = jnp.sum(p * zero[None, :], axis=1)[:, None]
+        out = []
+        for i, plane in enumerate(of_channels):
+            total = dot_terms(terms, [plane.astype(jnp.bfloat16)]) + offset
+            if self.channel_scale:
+                there = jnp.broadcast_to(mask_any(part, mask), (plane.shape[1],))
+                total = total * widen(load(refs[3], (part.tile, slice(None), i), there))[None, :]
+            out.append(total)
+        return out
+
+
+def mask_any(part: Part, mask: Array) -> Array:
+    """Whether a part that is one tile is there at all."""
+    return jnp.max(mask.astype(jnp.int32)) > 0
+
+
+@dataclass(frozen=True)
+class DenseKeys(Keys):
+    """No quantization: float32, float16, or bfloat16 as its bits."""
+
+    exact: bool  # the keys in bfloat16
+
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        return [of_tokens(store["values"])]
+
+    def load_queries(self, refs: list[Ref]) -> Any:
+        return bf16_terms(refs[0][...], self.terms)
+
+    def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
+        mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
+        keys = widen(load(refs[0], (pl.ds(first, tokens), slice(None)), mask))
+        scores = dot_terms(q, bf16_terms(keys, 1 if self.exact else max(self.terms, 2)), transposed=True)
+        return [Part(scores, first, tokens, 1, 0, first)]
+
+
+@dataclass(frozen=True)
+class DenseValues(Values):
+    """As `DenseKeys`."""
+
+    exact: bool
+
+    def operands(self, store: dict[str, Array], stride: int) -> list[Array]:
+        return [by_stride(store["values"], stride)]
+
+    def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
+        values = widen(load(refs[0], (pl.ds(part.row, part.size), part.plane, slice(None)), mask[:, None]))
+        return [dot_terms(bf16_terms(p, self.terms), bf16_terms(values, 1 if self.exact else self.terms))]
