@@ -244,8 +244,11 @@ class ScaledKeys(Keys):
         mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
         codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), mask) for ref in refs)
         scale = repeated(scale, self.head_dim // GROUP // scale.shape[1])
-        by_keys = {"lhs_scale": scale} if self.swapped else {"rhs_scale": scale}
-        scores = dot_scaled(codes, q.T, **by_keys).T if self.swapped else dot_scaled(q, codes.T, **by_keys)
+        if self.swapped:  # tcgen05 has no product with one scale: absent, it would be emulated
+            one = jnp.full((q.shape[0], self.head_dim // GROUP), 127, jnp.uint8)
+            scores = dot_scaled(codes, q.T, scale, one).T
+        else:
+            scores = dot_scaled(q, codes.T, None, scale)
         return [Part(scores, first, tokens, 1, 0, first)]
 
 

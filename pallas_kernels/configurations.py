@@ -25,13 +25,14 @@ def _power_of_two(at_least: int) -> int:
 
 def configuration(keys: Keys, values: Values, *, rows: int, programs: int, tokens: int, target: str) -> Config:
     """rows: queries a KV head; programs: batch · KV heads; tokens: that the store has room for."""
+    warps = 4
     if isinstance(keys, AffineKeys):
         step = max(keys.tile, 64)
     elif isinstance(keys, ScaledKeys) and keys.swapped:
-        step = 128  # the M side of tcgen05
+        step, warps = 128, 8  # the M side of tcgen05
     else:
         step = 32 if isinstance(keys, DenseKeys) or keys.head_dim > 128 else 64
     block = min(max(_power_of_two(rows), SMALLEST), MOST_ROWS)
     steps = max(-(-tokens // step), 1)
     wanted = -(-PROGRAMS // (programs * -(-rows // block)))
-    return Config(step, min(_power_of_two(wanted), _power_of_two(steps)), rows=block)
+    return Config(step, min(_power_of_two(wanted), _power_of_two(steps)), warps=warps, rows=block)
