@@ -1,5 +1,6 @@
 """Calls a function with its Pallas kernels run by the evaluator of Triton IR instead of by interpret mode."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +13,14 @@ from pallas_kernels import lowering
 from pallas_kernels._internals import LoweredKernel
 
 
-def call(fn: Callable[..., Any], *args: Any, platform: str) -> tuple[Any, list[Run]]:
-    """fn(*args), and what the evaluator saw of each kernel. Everything around the kernels is computed by jax."""
+def call(
+    fn: Callable[..., Any], *args: Any, platform: str, change: Callable[[str], str] = lambda text: text
+) -> tuple[Any, list[Run]]:
+    """fn(*args), and what the evaluator saw of each kernel. Everything around the kernels is computed by jax. `change`
+    may spoil their text first."""
     program, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    kernels, runs = iter(lowering.kernels(fn, *args, platform=platform)), []
+    lowered = lowering.kernels(fn, *args, platform=platform)
+    kernels, runs = iter([dataclasses.replace(kernel, text=change(kernel.text)) for kernel in lowered]), []
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(args)]
     out = _evaluate(program.jaxpr, program.consts, leaves, kernels, runs)
     assert next(kernels, None) is None, "a kernel of the program was not called"
