@@ -1,15 +1,15 @@
 """How the keys and the values of one store are read inside the decode kernel, from the bytes as they are stored.
 
-Triton has no gather and slices no values, and interleaving lanes costs more than it is worth. So what shares a byte
-stays apart as *planes*: the FP4 codes of even and odd channels are two operands, and the query is split likewise; the
-2-bit codes of a K tile, packed along tokens, are four sets of every fourth token, whose scores stay four sets; the
-output has as many planes as a byte of V has channels, and is put together only when it is written.
+Triton has no gather and slices no values. The two FP4 codes of a byte stay apart as *planes*: even and odd channels are
+two operands of two products, the query is split likewise, and the output is put together only when it is written. The
+codes of affine tiles are too many planes for that: they are joined, pair by pair, into one operand.
 
 Products are of bfloat16 with float32 sums. What is exact in bfloat16 (FP4 values, codes, a query rounded to E4M3) is
 one operand; what is not is the sum of `terms` bfloat16 numbers, which leaves a relative error near 2^(−8·terms − 1).
 """
 
 import abc
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,13 +93,14 @@ def planes(codes: Array, bits: int) -> list[Array]:
     return [codes >> (bits * i) & (2**bits - 1) for i in range(8 // bits)]
 
 
-def joined(parts: list[Array]) -> Array:
-    """Planes `[rows, n]` -> `[rows, n·planes]`, interleaved: only pairs can be joined, on a new last axis."""
-    rows = parts[0].shape[0]
+def unpacked(codes: Array, bits: int) -> Array:
+    """uint8 bytes `[rows, n]` -> their codes in order, exact in bfloat16, `[rows, n·8/bits]`. Triton joins only pairs,
+    on a new last axis."""
+    parts = [plane.astype(jnp.bfloat16) for plane in planes(codes.astype(jnp.int32), bits)]
     while len(parts) > 1:
         half = len(parts) // 2
         parts = [jnp.stack([a, b], axis=-1) for a, b in zip(parts[:half], parts[half:], strict=True)]
-    return parts[0].reshape(rows, -1)
+    return parts[0].reshape(codes.shape[0], -1)
 
 
 def e2m1(codes: Array) -> Array:
@@ -109,18 +110,19 @@ def e2m1(codes: Array) -> Array:
 
 
 class Part(NamedTuple):
-    """Keys whose scores came out of one product: tokens stride·(row + i) + plane, i < size."""
+    """Consecutive keys whose scores came out of one product, or whose probabilities go into one."""
 
     scores: Array  # [rows of q, size]
-    row: Array  # int32
-    size: int
-    stride: int
-    plane: int
-    tile: Array  # int32: the K tile they are in
+    first: Array  # int32: its first token
+    tile: Array  # int32: the tile of K that it belongs to
+
+    @property
+    def size(self) -> int:
+        return self.scores.shape[1]
 
     @property
     def tokens(self) -> Array:
-        return (self.row + lax.iota(jnp.int32, self.size)) * self.stride + self.plane
+        return self.first + lax.iota(jnp.int32, self.size)
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,7 @@ class Keys(abc.ABC):
 
     @property
     def tile(self) -> int:
-        """Tokens that are read together."""
-        return 1
-
-    @property
-    def stride(self) -> int:
-        """See `Part`."""
+        """Tokens that share a statistic: steps are multiples of it."""
         return 1
 
     @abc.abstractmethod
@@ -154,7 +151,8 @@ class Keys(abc.ABC):
 
     @abc.abstractmethod
     def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
-        """q·K̂ᵀ, not scaled, of the tokens [first, first + tokens); from `limit` on nothing is read."""
+        """q·K̂ᵀ, not scaled, of the tokens [first, first + tokens), from `limit` on nothing is read; a part for each
+        tile, where there are any."""
 
 
 @dataclass(frozen=True)
@@ -170,22 +168,22 @@ class Values(abc.ABC):
         return 1
 
     @abc.abstractmethod
-    def operands(self, store: dict[str, Array], stride: int) -> list[Array]:
-        """As `Keys.operands`, tokens split into `[tokens/stride, stride]`."""
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        """As `Keys.operands`."""
 
     @abc.abstractmethod
-    def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
-        """p·V̂ by planes, each `[rows, head_dim/planes]`. mask `[size]`: which tokens of `part` are there."""
+    def weighted(self, part: Part, refs: list[Ref], limit: Array) -> list[Array]:
+        """p·V̂ of a part whose scores are now probabilities; planes `[rows, head_dim/planes]`."""
+
+
+def rows_of(part: Part, limit: Array) -> tuple[Any, Array]:
+    """The tokens of a part as an index, and which of them are there, `[size]`."""
+    return pl.ds(part.first, part.size), part.tokens < limit
 
 
 def of_tokens(leaf: Array) -> Array:
-    """`[batch, kv_heads, tokens, 1, n]` -> `[batch, kv_heads, tokens, n]`."""
-    return leaf.reshape(*leaf.shape[:3], leaf.shape[4])
-
-
-def by_stride(leaf: Array, stride: int) -> Array:
-    """`[batch, kv_heads, tiles, tile tokens, ...]` -> `[batch, kv_heads, tokens/stride, stride, ...]`."""
-    return leaf.reshape(*leaf.shape[:2], -1, stride, *leaf.shape[4:])
+    """`[batch, kv_heads, tiles, tile tokens, n]` -> `[batch, kv_heads, tokens, n]`."""
+    return leaf.reshape(*leaf.shape[:2], -1, *leaf.shape[4:])
 
 
 def _fp4_planes(codes: Array, scale: Array, halved: bool) -> list[Array]:
@@ -224,7 +222,7 @@ class BlockKeys(Keys):
         codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), mask) for ref in refs)
         even, odd = _fp4_planes(codes, scale, self.halved)
         scores = dot_terms(q[0], [even], transposed=True) + dot_terms(q[1], [odd], transposed=True)
-        return [Part(scores, first, tokens, 1, 0, first)]
+        return [Part(scores, first, first)]
 
 
 @dataclass(frozen=True)
@@ -244,12 +242,12 @@ class ScaledKeys(Keys):
         mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
         codes, scale = (load(ref, (pl.ds(first, tokens), slice(None)), mask) for ref in refs)
         scale = repeated(scale, self.head_dim // GROUP // scale.shape[1])
-        if self.swapped:  # tcgen05 has no product with one scale: absent, it would be emulated
-            one = jnp.full((q.shape[0], self.head_dim // GROUP), 127, jnp.uint8)
-            scores = dot_scaled(codes, q.T, scale, one).T
+        if self.swapped:  # tcgen05 has no form with one scale: the query's is 2^0
+            unit = jnp.full((q.shape[0], self.head_dim // GROUP), 127, jnp.uint8)
+            scores = dot_scaled(codes, q.T, lhs_scale=scale, rhs_scale=unit).T
         else:
-            scores = dot_scaled(q, codes.T, None, scale)
-        return [Part(scores, first, tokens, 1, 0, first)]
+            scores = dot_scaled(q, codes.T, rhs_scale=scale)
+        return [Part(scores, first, first)]
 
 
 @dataclass(frozen=True)
@@ -262,12 +260,13 @@ class BlockValues(Values):
     def planes(self) -> int:
         return 2
 
-    def operands(self, store: dict[str, Array], stride: int) -> list[Array]:
-        return [by_stride(store[name], stride) for name in ("codes", "scale")]
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        return [of_tokens(store[name]) for name in ("codes", "scale")]
 
-    def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
-        codes, scale = (load(ref, (pl.ds(part.row, part.size), part.plane, slice(None)), mask[:, None]) for ref in refs)
-        terms = bf16_terms(p, self.terms)
+    def weighted(self, part: Part, refs: list[Ref], limit: Array) -> list[Array]:
+        rows, there = rows_of(part, limit)
+        codes, scale = (load(ref, (rows, slice(None)), there[:, None]) for ref in refs)
+        terms = bf16_terms(part.scores, self.terms)
         return [dot_terms(terms, [plane]) for plane in _fp4_planes(codes, scale, self.halved)]
 
 
@@ -276,52 +275,53 @@ class AffineKeys(Keys):
     """Rows are channels (`quantizers.affine.ChannelRows`): codes `[tiles, head_dim, group·bits/8]` along tokens.
 
     token_scale_j · ((q ∘ scale)·codes_j + q·zero)
+
+    The sum over channels is taken `chunk` of them at a time: a query of many is an operand that fills the registers.
     """
 
     bits: int
     group: int
     token_scale: bool
-    joins: bool  # the planes of a byte: where one has fewer tokens than a product may have
+    chunk: int = 64
 
     @property
     def tile(self) -> int:
         return self.group
 
-    @property
-    def stride(self) -> int:
-        return 1 if self.joins else 8 // self.bits
-
     def operands(self, store: dict[str, Array]) -> list[Array]:
-        leaves = [store["codes"], as_bits(store["scale"]), as_bits(store["zero"])]
-        if self.token_scale:
-            leaf = as_bits(store["token_scale"])
-            leaves.append(leaf.reshape(*leaf.shape[:-1], -1, self.stride))
-        return leaves
+        names = ["codes", "scale", "zero"] + ["token_scale"] * self.token_scale
+        return [as_bits(store[name]) for name in names]
 
     def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
         return [
-            part
+            self._tile(q, refs, first // self.group + i, first + i * self.group, limit)
             for i in range(tokens // self.group)
-            for part in self._tile(q, refs, first // self.group + i, first + i * self.group < limit)
         ]
 
-    def _tile(self, q: Array, refs: list[Ref], tile: Array, there: Array) -> list[Part]:
-        count = self.group // self.stride
-        codes = load(refs[0], (tile, slice(None), slice(None)), jnp.broadcast_to(there, refs[0].shape[1:]))
-        scale, zero = (
-            widen(load(ref, (tile, slice(None)), jnp.broadcast_to(there, (self.head_dim,)))) for ref in refs[1:3]
-        )
-        terms = bf16_terms(q * scale[None, :], self.terms)
-        offset = jnp.sum(q * zero[None, :], axis=1)[:, None]
-        of_tokens = [plane.astype(jnp.bfloat16) for plane in planes(codes.astype(jnp.int32), self.bits)]
-        parts = []
-        for plane, operand in enumerate(of_tokens if self.stride > 1 else [joined(of_tokens)]):
-            scores = dot_terms(terms, [operand]) + offset
-            if self.token_scale:
-                factor = load(refs[3], (tile, slice(None), plane), jnp.broadcast_to(there, (count,)))
-                scores = scores * widen(factor)[None, :]
-            parts.append(Part(scores, tile * count, count, self.stride, plane, tile))
-        return parts
+    def load_queries(self, refs: list[Ref]) -> Any:
+        return [refs[0][:, pl.ds(at, self._channels)] for at in range(0, self.head_dim, self._channels)]
+
+    @property
+    def _channels(self) -> int:
+        return min(self.chunk, self.head_dim)
+
+    def _tile(self, q: list[Array], refs: list[Ref], tile: Array, first: Array, limit: Array) -> Part:
+        there = first < limit
+        scores, offset = [], []
+        for i, part in enumerate(q):
+            channels = pl.ds(i * self._channels, self._channels)
+            codes = load(
+                refs[0], (tile, channels, slice(None)), jnp.broadcast_to(there, (self._channels, refs[0].shape[2]))
+            )
+            scale, zero = (
+                widen(load(ref, (tile, channels), jnp.broadcast_to(there, (self._channels,)))) for ref in refs[1:3]
+            )
+            offset.append(jnp.sum(part * zero[None, :], axis=1))
+            scores.append(dot_terms(bf16_terms(part * scale[None, :], self.terms), [unpacked(codes, self.bits)]))
+        total = functools.reduce(jnp.add, scores) + functools.reduce(jnp.add, offset)[:, None]
+        if self.token_scale:
+            total *= widen(load(refs[3], (tile, slice(None)), jnp.broadcast_to(there, (self.group,))))[None, :]
+        return Part(total, first, tile)
 
 
 @dataclass(frozen=True)
@@ -329,49 +329,37 @@ class AffineValues(Values):
     """Rows are tokens (`quantizers.affine.TokenRows`): codes `[tokens, head_dim·bits/8]` along channels.
 
     One scale a token is folded: channel_scale ∘ Σ_j p_j (scale_j·codes_j + zero_j). Where a token has several (KIVI),
-    a channel's group decides which, and the values are decoded instead, as two bfloat16 terms.
+    a channel's group decides which, and the values are decoded instead, into bfloat16 terms.
     """
 
     bits: int
     group: int  # channels
     channel_scale: bool
 
-    @property
-    def planes(self) -> int:
-        return 8 // self.bits
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        leaves = [of_tokens(as_bits(store[name])) for name in ("codes", "scale", "zero")]
+        return [*leaves, as_bits(store["channel_scale"])] if self.channel_scale else leaves
 
-    def operands(self, store: dict[str, Array], stride: int) -> list[Array]:
-        leaves = [by_stride(as_bits(store[name]), stride) for name in ("codes", "scale", "zero")]
+    def weighted(self, part: Part, refs: list[Ref], limit: Array) -> list[Array]:
+        out = (self._decoded if self.group < self.head_dim else self._folded)(part, refs, limit)
         if self.channel_scale:
-            leaf = as_bits(store["channel_scale"])
-            leaves.append(leaf.reshape(*leaf.shape[:-1], -1, self.planes))
-        return leaves
+            there = jnp.broadcast_to(part.first < limit, (self.head_dim,))
+            out = out * widen(load(refs[3], (part.tile, slice(None)), there))[None, :]
+        return [out]
 
-    def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
-        rows = pl.ds(part.row, part.size)
-        codes = load(refs[0], (rows, part.plane, slice(None)), mask[:, None])
-        of_channels = [plane.astype(jnp.float32) for plane in planes(codes.astype(jnp.int32), self.bits)]
-        if self.group < self.head_dim:
-            scale, zero = (widen(load(ref, (rows, part.plane, slice(None)), mask[:, None])) for ref in refs[1:3])
-            scale, zero = (repeated(x, self.group // self.planes) for x in (scale, zero))
-            terms = bf16_terms(p, self.terms)
-            return [dot_terms(terms, bf16_terms(plane * scale + zero, self.terms)) for plane in of_channels]
-        scale, zero = (widen(load(ref, (rows, part.plane, 0), mask)) for ref in refs[1:3])
-        terms = bf16_terms(p * scale[None, :], self.terms)
-        offset = jnp.sum(p * zero[None, :], axis=1)[:, None]
-        out = []
-        for i, plane in enumerate(of_channels):
-            total = dot_terms(terms, [plane.astype(jnp.bfloat16)]) + offset
-            if self.channel_scale:
-                there = jnp.broadcast_to(mask_any(part, mask), (plane.shape[1],))
-                total = total * widen(load(refs[3], (part.tile, slice(None), i), there))[None, :]
-            out.append(total)
-        return out
+    def _decoded(self, part: Part, refs: list[Ref], limit: Array) -> Array:
+        rows, there = rows_of(part, limit)
+        codes, scale, zero = (load(ref, (rows, slice(None)), there[:, None]) for ref in refs[:3])
+        scale, zero = (repeated(widen(x), self.group) for x in (scale, zero))
+        values = unpacked(codes, self.bits).astype(jnp.float32) * scale + zero
+        return dot_terms(bf16_terms(part.scores, self.terms), bf16_terms(values, self.terms))
 
-
-def mask_any(part: Part, mask: Array) -> Array:
-    """Whether a part that is one tile is there at all."""
-    return jnp.max(mask.astype(jnp.int32)) > 0
+    def _folded(self, part: Part, refs: list[Ref], limit: Array) -> Array:
+        rows, there = rows_of(part, limit)
+        codes = load(refs[0], (rows, slice(None)), there[:, None])
+        scale, zero = (widen(load(ref, (rows, 0), there)) for ref in refs[1:3])
+        offset = jnp.sum(part.scores * zero[None, :], axis=1)[:, None]
+        return dot_terms(bf16_terms(part.scores * scale[None, :], self.terms), [unpacked(codes, self.bits)]) + offset
 
 
 @dataclass(frozen=True)
@@ -390,7 +378,7 @@ class DenseKeys(Keys):
         mask = (first + lax.iota(jnp.int32, tokens) < limit)[:, None]
         keys = widen(load(refs[0], (pl.ds(first, tokens), slice(None)), mask))
         scores = dot_terms(q, bf16_terms(keys, 1 if self.exact else max(self.terms, 2)), transposed=True)
-        return [Part(scores, first, tokens, 1, 0, first)]
+        return [Part(scores, first, first)]
 
 
 @dataclass(frozen=True)
@@ -399,9 +387,11 @@ class DenseValues(Values):
 
     exact: bool
 
-    def operands(self, store: dict[str, Array], stride: int) -> list[Array]:
-        return [by_stride(store["values"], stride)]
+    def operands(self, store: dict[str, Array]) -> list[Array]:
+        return [of_tokens(store["values"])]
 
-    def weighted(self, p: Array, refs: list[Ref], part: Part, mask: Array) -> list[Array]:
-        values = widen(load(refs[0], (pl.ds(part.row, part.size), part.plane, slice(None)), mask[:, None]))
-        return [dot_terms(bf16_terms(p, self.terms), bf16_terms(values, 1 if self.exact else self.terms))]
+    def weighted(self, part: Part, refs: list[Ref], limit: Array) -> list[Array]:
+        rows, there = rows_of(part, limit)
+        values = widen(load(refs[0], (rows, slice(None)), there[:, None]))
+        terms = bf16_terms(values, 1 if self.exact else self.terms)
+        return [dot_terms(bf16_terms(part.scores, self.terms), terms)]

@@ -28,8 +28,7 @@ def _see(
 
     def step(first: Array, q: Any, low: Array, high: Array, limit: Array, state: Any) -> Any:
         largest, total, *weighted = state
-        parts, there = [], []
-        new = largest
+        parts, new = [], largest
         for part in keys.scores(q, refs[0], first, tokens, limit):
             seen = part.tokens[None, :] < high[:, None]
             if windowed:
@@ -37,14 +36,14 @@ def _see(
             scores = jnp.where(seen, part.scores * scale, MASKED)
             new = jnp.maximum(new, jnp.max(scores, axis=1))
             parts.append(part._replace(scores=scores))
-            there.append(part.tokens < limit)
         decay = jnp.exp(largest - new)
         total = total * decay
         weighted = [w * decay[:, None] for w in weighted]
-        for part, mask in zip(parts, there, strict=True):
+        for part in parts:
             p = jnp.exp(part.scores - new[:, None])
             total = total + jnp.sum(p, axis=1)
-            weighted = [w + more for w, more in zip(weighted, values.weighted(p, refs[1], part, mask), strict=True)]
+            more = values.weighted(part._replace(scores=p), refs[1], limit)
+            weighted = [x + y for x, y in zip(weighted, more, strict=True)]
         return (new, total, *weighted)
 
     return step
@@ -98,7 +97,7 @@ def split_attention(
     Args as `decode_attention`; rows a multiple of config.rows.
     """
     batch, kv_heads, rows, head_dim = q.shape
-    operands = [keys.queries(q), keys.operands(k_store), values.operands(v_store, keys.stride)]
+    operands = [keys.queries(q), keys.operands(k_store), values.operands(v_store)]
     blocks = rows // config.rows
 
     def of_queries(x: Array) -> pl.BlockSpec:

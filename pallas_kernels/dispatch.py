@@ -111,7 +111,7 @@ def _affine(side: str, quantizer: Affine) -> None:
         raise _refuse(f"{side}_group", quantizer.group, "powers of two")
 
 
-def _key_layout(side: SideCache, values: SideCache, terms: int, scaled: bool | None) -> Keys:
+def _key_layout(side: SideCache, terms: int, scaled: bool | None) -> Keys:
     quantizer: Quantizer = side.side.quantizer
     head_dim = quantizer.head_dim
     if isinstance(quantizer, UltraBlocks):
@@ -125,9 +125,7 @@ def _key_layout(side: SideCache, values: SideCache, terms: int, scaled: bool | N
         _affine("k", quantizer)
         if quantizer.group < SMALLEST:
             raise _refuse("k_group", quantizer.group, f"{SMALLEST} tokens or more")
-        per_byte = 8 // quantizer.bits
-        joins = quantizer.group // per_byte < SMALLEST or values.store_tokens % per_byte != 0
-        return AffineKeys(head_dim, terms, quantizer.bits, quantizer.group, "token_scale" in side.store, joins)
+        return AffineKeys(head_dim, terms, quantizer.bits, quantizer.group, "token_scale" in side.store)
     if isinstance(quantizer, Identity) and quantizer.dtype != "fp8":
         return DenseKeys(head_dim, terms, quantizer.dtype == "bf16")
     raise _refuse("k_quantizer", type(quantizer).__name__, "UltraQuant, MXFP4, KIVI, Hadamard, KVarN, bf16, fp16, fp32")
@@ -164,7 +162,7 @@ def layouts(cache: Cache, *, terms: int = TERMS, scaled: bool | None = None) -> 
         raise _refuse("head_dim", head_dim, ", ".join(map(str, HEAD_DIMS)))
     if cache.rope is not None:
         raise _refuse("keys", "before RoPE", "keys after RoPE")
-    keys = _key_layout(cache.k, cache.v, terms, scaled)
+    keys = _key_layout(cache.k, terms, scaled)
     return keys, _value_layout(cache.v, keys, terms)
 
 
