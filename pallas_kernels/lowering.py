@@ -27,6 +27,7 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
 PLATFORMS = ("cuda", "rocm")
 
 _NVIDIA_MATRIX = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)[\w.:]*")
+_LOCAL_MEMORY = re.compile(r"\b(?:STL|LDL)\b")  # of SASS; a stack alone, which LLVM may ask for in vain, is no spill
 _AMD_MATRIX = re.compile(r"\bv_(?:mfma|smfmac|wmma)_\w+")
 
 
@@ -34,9 +35,9 @@ _AMD_MATRIX = re.compile(r"\bv_(?:mfma|smfmac|wmma)_\w+")
 class Resources:
     """What one thread block (workgroup) of a compiled kernel takes.
 
-    registers: 32-bit registers of a thread, on AMD vector and accumulation registers together; spills: on NVIDIA bytes
-    of a thread's local memory, on AMD spilled vector and scalar registers; shared_bytes: shared memory (LDS);
-    matrix_instructions: the distinct names in the assembly (PTX, AMDGCN), sorted.
+    registers: 32-bit registers of a thread, on AMD vector and accumulation registers together; spills: on NVIDIA
+    instructions that load from or store to a thread's local memory, on AMD spilled vector and scalar registers;
+    shared_bytes: shared memory (LDS); matrix_instructions: distinct names in the assembly (PTX, AMDGCN), sorted.
     """
 
     target: str
@@ -116,11 +117,15 @@ def compile_ir(text: str, target: str, num_warps: int = 4, num_stages: int = 2) 
             return _amd(target, assembly["amdgcn"], shared)
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(assembly["cubin"])
-        report = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)], capture_output=True, text=True, check=True
-        )
+        report = _output([knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)])
+        machine_code = _output([knobs.nvidia.nvdisasm.path, "-c", str(binary)])
     names = tuple(sorted(set(_NVIDIA_MATRIX.findall(assembly["ptx"]))))
-    return _nvidia(target, report.stdout + report.stderr, shared, names)
+    spills = len(_LOCAL_MEMORY.findall(machine_code))
+    return Resources(target, _number(r"\bREG:(\d+)", report), spills, shared, names)
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _number(pattern: str, text: str) -> int:
@@ -128,11 +133,6 @@ def _number(pattern: str, text: str) -> int:
     if found is None:
         raise RuntimeError(f"the compiler's report has no {pattern!r}; its form has changed:\n{text[-2000:]}")
     return int(found[1])
-
-
-def _nvidia(target: str, report: str, shared: int, names: tuple[str, ...]) -> Resources:
-    spills = _number(r"\bLOCAL:(\d+)", report) + _number(r"\bSTACK:(\d+)", report)
-    return Resources(target, _number(r"\bREG:(\d+)", report), spills, shared, names)
 
 
 def _amd(target: str, assembly: str, shared: int) -> Resources:
