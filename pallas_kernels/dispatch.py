@@ -42,7 +42,6 @@ HEAD_DIMS = (64, 128, 256)
 BITS = (2, 4)
 MOST_TOKENS = 128  # of a block of queries
 TERMS = 2  # of bfloat16 for a float32 operand; see pallas_kernels.bodies
-NATIVE = {"gfx950": False, "sm_100": True, "sm_103": True}  # targets with a scaled instruction -> swapped operands
 _KEY_ROWS = (ChannelRows, NarrowChannelRows, BalancedChannelRows)  # exactly: subclasses mean other things by a code
 _VALUE_ROWS = (TokenRows, NarrowTokenRows, BalancedTokenRows)
 _interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)
@@ -86,6 +85,14 @@ def why_unavailable() -> str:
         platform = jax.devices()[0].platform
         return f"it needs a GPU, and the platform here is {platform!r}; use 'xla' or None"
     return _internals.why_unavailable()
+
+
+def native(target: str, head_dim: int) -> bool | None:
+    """Whether a target's scaled instruction wants swapped operands; None where it has none for this head_dim (Triton
+    would emulate it)."""
+    if target == "gfx950":
+        return False if head_dim >= 128 else None  # it contracts 128 channels
+    return True if target in ("sm_100", "sm_103") else None
 
 
 def require() -> None:
@@ -175,7 +182,7 @@ def kernel(cache: Cache | None, q: Array | jax.ShapeDtypeStruct) -> Kernel:
     if q.shape[2] > MOST_TOKENS:
         raise _refuse("tokens", q.shape[2], f"blocks of 1 to {MOST_TOKENS} queries")
     name = target()
-    keys, values = layouts(cache, scaled=NATIVE.get(name))
+    keys, values = layouts(cache, scaled=native(name, q.shape[3]))
     batch, kv_heads = cache.k.window.shape[:2]
     rows = q.shape[1] // kv_heads * q.shape[2]
     tokens = min(cache.k.store_tokens, cache.v.store_tokens)

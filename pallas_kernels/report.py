@@ -52,7 +52,7 @@ def operands(spec: str, head_dim: int, target: str, context: int = CONTEXT) -> t
     cache = jax.eval_shape(
         lambda: kvq.init_cache(spec, batch=1, kv_heads=KV_HEADS, head_dim=head_dim, capacity=context)
     )
-    keys, values = dispatch.layouts(cache, scaled=dispatch.NATIVE.get(target))
+    keys, values = dispatch.layouts(cache, scaled=dispatch.native(target, head_dim))
     config = configuration(keys, values, rows=QUERIES, programs=KV_HEADS, tokens=context, target=target)
     q = jax.ShapeDtypeStruct((1, KV_HEADS, config.rows, head_dim), jnp.float32)
     interval = jax.ShapeDtypeStruct((1, config.rows), jnp.int32)
