@@ -1,2 +1,1 @@
-"""Attention kernels over packed caches (Pallas, Triton backend). There are none yet: `kvq_jax.attend` runs on XLA, and
-`implementation="pallas_triton"` raises NotImplementedError."""
+"""GPU kernels in Pallas (Triton backend): attention over packed caches, and their stores. docs/kernels.md."""

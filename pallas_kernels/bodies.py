@@ -23,6 +23,7 @@ from pallas_kernels._internals import GROUP, dot_scaled
 
 Ref = Any  # a window of an operand: what Pallas hands to a kernel
 SMALLEST = 16  # of any side of a matrix product
+CHANNELS = 64  # of an affine tile of K in one product
 MX_NAN = 255
 
 
@@ -280,13 +281,12 @@ class AffineKeys(Keys):
 
     token_scale_j · ((q ∘ scale)·codes_j + q·zero)
 
-    The sum over channels is taken `chunk` of them at a time: a query of many is an operand that fills the registers.
+    The sum is taken over at most CHANNELS channels at a time: a query of many is an operand that fills the registers.
     """
 
     bits: int
     group: int
     token_scale: bool
-    chunk: int = 64
 
     @property
     def tile(self) -> int:
@@ -308,7 +308,7 @@ class AffineKeys(Keys):
 
     @property
     def _channels(self) -> int:
-        return min(self.chunk, self.head_dim)
+        return min(CHANNELS, self.head_dim // 2)
 
     def _tile(self, q: list[Array], refs: list[Ref], tile: Array, first: Array, limit: Array | None) -> Part:
         there = None if limit is None else (first < limit)[None]

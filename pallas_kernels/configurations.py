@@ -29,7 +29,8 @@ def _cut(keys: Keys, target: str) -> tuple[int, int, int]:
     amd, wide = target.startswith("gfx"), keys.head_dim > 128
     if isinstance(keys, AffineKeys):
         tokens = max(keys.tile, 32 if wide else 64)
-        return (tokens, 2 if keys.head_dim < 128 else 4, 1) if amd else (tokens, 4 if keys.head_dim < 128 else 8, 2)
+        narrow = keys.head_dim < 128
+        return (tokens, 2 if narrow else 4, 1) if amd else (tokens, 4 if narrow else 8, 2)
     if isinstance(keys, ScaledKeys) and keys.swapped:
         return 128, 8, 2  # the M side of tcgen05 has 128 rows
     return (32 if wide or isinstance(keys, DenseKeys) else 64), 4, 2

@@ -64,7 +64,8 @@ def test_what_the_dispatch_chooses_compiles_to_the_committed_resources(spec: str
         assert NATIVE[target] in found["instructions"]
 
 
-def test_the_table_is_whole_and_nothing_in_it_spills(committed: dict) -> None:
+def test_the_table_is_whole_and_one_kernel_in_it_spills(committed: dict) -> None:
     assert set(committed) == {(m, d, t) for m in report.METHODS for d in report.HEAD_DIMS for t in lowering.TARGETS}
-    assert {row["spills"] for row in committed.values()} == {"0"}
+    spills = {key: row["spills"] for key, row in committed.items() if row["spills"] != "0"}
+    assert spills == {("kvarn:bits=2", 256, "gfx942"): "2"}, "two scalar registers, and docs/kernels.md says so"
     assert all("mma" in row["instructions"] or "mfma" in row["instructions"] for row in committed.values())
