@@ -1,1 +1,2 @@
-"""GPU kernels in Pallas (Triton backend): attention over packed caches, and their stores. docs/kernels.md."""
+"""Kernels for GPUs (Pallas, Triton backend): decode attention over packed caches, which `kvq_jax.attend` dispatches to,
+and kernels that write the store. See docs/kernels.md."""

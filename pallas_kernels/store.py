@@ -138,10 +138,11 @@ def _kvarn(
 
     equivariant = quantizer.normalize == "equivariant"
     balanced, row_scale, column_scale = normalize_tile(read, iters=quantizer.iters, equivariant=equivariant)
-    unknown = jnp.max(jnp.where(balanced == balanced, 0, 1), axis=1) > 0  # NaN in the row, which a maximum may lose
-    low, high = (jnp.where(unknown, jnp.nan, x) for x in (jnp.min(balanced, axis=1), jnp.max(balanced, axis=1)))
+    low, high = jnp.min(balanced, axis=1), jnp.max(balanced, axis=1)
     levels = 2**quantizer.bits - 1
     step = jnp.maximum((high - low) / levels, SMALLEST_STEP)
+    unknown = jnp.max(jnp.where(balanced == balanced, 0, 1), axis=1) > 0  # NaN in the row: Triton's maximum loses it
+    low, step = jnp.where(unknown, jnp.nan, low), jnp.where(unknown, jnp.nan, step)
     level = jnp.clip((balanced - low[:, None]) / step[:, None], 0, levels)
     level = jnp.where(level == level, level, 0.0)
     codes_ref[...] = packed(_nearest(level), quantizer.bits)
@@ -156,7 +157,8 @@ def store_kvarn(
     has them: codes, scale, zero and token_scale (K) or channel_scale (V).
 
     Sums have another order than XLA's, so that scales differ in their last bits, and a code where a value lies within
-    float32's error of the middle of two levels.
+    float32's error of the middle of two levels. A row with NaN has a scale of NaN; the others of its tile are balanced
+    as if it were finite, because Triton's maximum passes over NaN (`quantizer.encode` leaves such a tile as it is).
 
     Raises ValueError for what the kernel has not: a tile whose tokens or channels are no power of two, 3 bits (which
     fill no byte) and FP8 scales.

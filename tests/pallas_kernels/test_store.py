@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from triton_ir import run
+from triton_ir_call import call
 
 import kvq_jax as kvq
 from kvq_jax.balance import variance_normalize
@@ -16,6 +16,12 @@ from kvq_jax.packing import unpack
 from kvq_jax.rotation import hadamard
 from pallas_kernels import lowering
 from pallas_kernels.store import rotated, store_kvarn, store_ultraquant
+
+
+def once(fn: Any, *args: Any) -> Any:
+    """fn(*args), compiled for one call: without optimization."""
+    return jax.jit(fn).lower(*args).compile(compiler_options={"xla_backend_optimization_level": 0})(*args)
+
 
 BATCH, HEADS, TOKENS = 2, 3, 11  # 66 rows of head_dim, which fill no whole number of programs of 16
 GROUP = 128  # tokens of a KVarN tile, and its channels
@@ -53,7 +59,7 @@ def ultra(name: str) -> Any:
         x = x.astype(jnp.float32)
         return quantizer.encode((rounded(hadamard(x), jnp.float32) if rotate else x)[:, :, :, None], constants)
 
-    return functools.partial(store_ultraquant, quantizer, constants=constants, rotate=rotate), x, jax.jit(encoded)(x)
+    return functools.partial(store_ultraquant, quantizer, constants=constants, rotate=rotate), x, once(encoded, x)
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -66,7 +72,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ULTRA)
 def test_ultraquants_bytes_are_the_encoders(name: str) -> None:
     kernel, x, expected = ultra(name)
-    assert_equal(jax.jit(functools.partial(kernel, interpret=True))(x), expected)
+    assert_equal(once(functools.partial(kernel, interpret=True), x), expected)
     assert len(np.unique(expected["codes"])) > 100
     assert np.unique(expected["scale"]).size > 5
     assert np.any(np.asarray(expected["scale"]) == 0)
@@ -76,18 +82,11 @@ def test_ultraquants_bytes_are_the_encoders(name: str) -> None:
 @pytest.mark.parametrize("name", ULTRA)
 def test_ultraquants_lowered_kernel_stores_the_same(name: str, platform: str) -> None:
     kernel, x, expected = ultra(name)
-    [lowered] = lowering.kernels(kernel, x, platform=platform)
-    size = x.shape[-1] & -x.shape[-1]
-    rows = x.size // size
-    padded = lowered.grid[0] * 16
-    c = np.broadcast_to(np.asarray(kernel.keywords["constants"].get("c", np.float32(0.156))), HEADS)
-    widths = [size // 2, expected["scale"].size // rows]
-    out = [jax.ShapeDtypeStruct((padded, width), jnp.uint8) for width in widths]
-    found = run(lowered.text, lowered.grid, [x, c, *out])
-    leaves = zip(("codes", "scale"), found.outputs, strict=True)
-    assert_equal({name: leaf[:rows].reshape(expected[name].shape) for name, leaf in leaves}, expected)
-    assert found.loaded[0] == x.nbytes  # once
-    assert found.stored[2:] == tuple(padded * width for width in widths)
+    found, [seen] = call(kernel, x, platform=platform)
+    assert_equal(found, expected)
+    assert seen.loaded[0] == x.nbytes  # once
+    written, rows = sum(leaf.nbytes for leaf in expected.values()), x.size // (x.shape[-1] & -x.shape[-1])
+    assert sum(seen.stored) == written // rows * -(-rows // 16) * 16  # whole programs of 16 rows
 
 
 def test_ultraquants_bytes_are_those_of_a_cache() -> None:
@@ -97,13 +96,13 @@ def test_ultraquants_bytes_are_those_of_a_cache() -> None:
         "ultraquant", batch=BATCH, kv_heads=HEADS, head_dim=128, capacity=x.shape[2], dtype=jnp.float32
     )
     stored = kvq.stored(kvq.append(cache, x, x))
-    found = jax.jit(functools.partial(kernel, interpret=True))(x)
+    found = once(functools.partial(kernel, interpret=True), x)
     assert_equal(found, {"codes": stored["k_codes"], "scale": stored["k_scale"]})
 
 
 def test_the_rotation_is_equal_to_the_last_bit() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 256)), jnp.float32)
-    np.testing.assert_array_equal(np.asarray(jax.jit(rotated)(x)), np.asarray(hadamard(x)))
+    np.testing.assert_array_equal(np.asarray(once(rotated, x)), np.asarray(hadamard(x)))
 
 
 KVARN: dict[str, tuple[str, int]] = {
@@ -121,7 +120,7 @@ def kvarn(name: str) -> Any:
     x = rng.normal(size=(1, 2, 1, GROUP, GROUP)) * np.exp(rng.normal(size=GROUP)) + rng.normal(size=GROUP)
     x *= np.exp(0.5 * rng.normal(size=(GROUP, 1)))
     x = jnp.asarray(x, jnp.float32)
-    return quantizer, x, jax.jit(lambda x: quantizer.encode(x, {}))(x)
+    return quantizer, x, once(lambda x: quantizer.encode(x, {}), x)
 
 
 def assert_close(name: str, found: dict[str, Any]) -> None:
@@ -145,31 +144,28 @@ def assert_close(name: str, found: dict[str, Any]) -> None:
     assert differs.mean() < 1e-3
 
 
-@functools.cache
-def interpreted(name: str) -> Any:
-    return jax.jit(functools.partial(store_kvarn, kvarn(name)[0], interpret=True))
-
-
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_kvarns_codes_are_the_encoders(name: str) -> None:
-    assert_close(name, interpreted(name)(kvarn(name)[1]))
+    quantizer, x, _ = kvarn(name)
+    assert_close(name, once(functools.partial(store_kvarn, quantizer, interpret=True), x))
 
 
 @pytest.mark.parametrize(("name", "platform"), [("k", "cuda"), ("v", "rocm"), ("k_4_equivariant_f32", "rocm")])
 def test_kvarns_lowered_kernel_stores_the_same(name: str, platform: str) -> None:
     quantizer, x, expected = kvarn(name)
-    [lowered] = lowering.kernels(functools.partial(store_kvarn, quantizer), x, platform=platform)
-    names = ["codes", "scale", "zero", "channel_scale" if name == "v" else "token_scale"]
-    out = [jax.ShapeDtypeStruct(expected[leaf].shape, expected[leaf].dtype) for leaf in names]
-    found = run(lowered.text, lowered.grid, [x, *out])
-    assert_close(name, dict(zip(names, found.outputs, strict=True)))
-    assert sum(found.stored) == sum(leaf.nbytes for leaf in expected.values())
+    found, [seen] = call(functools.partial(store_kvarn, quantizer), x, platform=platform)
+    assert_close(name, found)
+    assert sum(seen.stored) == sum(leaf.nbytes for leaf in expected.values())
 
 
-def test_a_kvarn_tile_with_nan_has_unknown_scales_there() -> None:
-    found = interpreted("v")(kvarn("v")[1].at[0, 0, 0, 5, 7].set(jnp.nan))
-    assert np.isnan(found["scale"][0, 0, 0, 5, 0])
-    assert np.isfinite(np.asarray(found["scale"][0, 1], np.float32)).all()
+def test_a_kvarn_row_with_nan_is_unknown_and_the_others_are_not() -> None:
+    quantizer, x, expected = kvarn("v")
+    spoilt = x.at[0, 0, 0, 5, 7].set(jnp.nan)
+    found, _ = call(functools.partial(store_kvarn, quantizer), spoilt, platform="cuda")
+    error, usual = (np.abs(np.asarray(quantizer.decode(leaves, {}) - x))[0, 0, 0] for leaves in (found, expected))
+    assert np.isnan(error[5]).all()
+    others = np.delete(error, 5, axis=0)
+    assert others.max() < 2 * usual.max()
 
 
 def _compiled(fn: Any, x: Any, target: str) -> lowering.Resources:
