@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 
-.PHONY: .venv demo demo-methods test lint benchmark
+.PHONY: .venv demo demo-methods test lint benchmark kernels
 
 demo: .venv
 	$(RUN) -m experiments.pseudo_decode --sink=128 --recent=0 --group=128
@@ -21,6 +21,10 @@ lint: .venv
 
 benchmark: .venv
 	$(RUN) -m experiments.benchmark
+
+# The table of docs/kernels.md: every kernel compiled for every target, without a GPU. Takes some minutes.
+kernels: .venv
+	$(RUN) -m pallas_kernels.report
 
 # The environment alone. SmolLM2's wheel declares dependencies that compile an engine nobody here needs.
 .venv: .venv/.installed

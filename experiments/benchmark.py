@@ -5,9 +5,12 @@ measured alternately, and the median of each is taken. Nothing here compiles whi
 compilation is what is measured. Writes config.json, rows.jsonl and summary.csv to --out. Example:
 
   python -m experiments.benchmark --method=kvarn:bits=2
+
+With --kernels the GPU kernels against XLA and nothing else; where there is no GPU they are compiled, not timed.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from jax import Array, lax
 
 import kvq_jax as kvq
 import models
+from experiments import kernel_times
 from experiments.harness import environment, inputs, run
 from experiments.harness import flags as common
 from experiments.harness.table import table
@@ -35,6 +39,7 @@ flags.set_default(common.METHOD, ["kvarn:bits=2"])
 flags.set_default(common.NUM_TOKENS, 1024)
 REPEATS = flags.DEFINE_integer("repeats", 5, "Times each side of a ratio is measured.", lower_bound=1)
 CONTEXT = flags.DEFINE_integer("context", 32768, "Tokens of the cache in the attention benchmark.", lower_bound=1024)
+KERNELS = flags.DEFINE_bool("kernels", False, "Measure the GPU kernels, and nothing else.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +168,24 @@ def compilation(scheme: kvq.Scheme, tokens: Array) -> Iterator[Ratio]:
     yield Ratio(f"compiling a layer at {depths[1]} / {depths[0]} layers", deep, shallow, "s/layer", "<= 1", extra)
 
 
+def kernels() -> None:
+    """`--kernels`."""
+    out = Path(common.OUT.value) if common.OUT.value else run.default_path("benchmark")
+    about = common.about("benchmark") | {"context": CONTEXT.value}
+    with run.open_run(out, config=about, determines={}, key=("measure",), resume=False) as results:
+        clock = functools.partial(side_by_side, repeats=4 * REPEATS.value)
+        found = kernel_times.rows(CONTEXT.value, clock, common.SEED.value)
+        while row := common.interruptible(lambda: next(found, None)):
+            results.append([row])
+            print("  " + "  ".join(kernel_times.cells(row)), flush=True)
+        print("\n" + table(kernel_times.COLUMNS, [kernel_times.cells(row) for row in results.rows]))
+        print(f"\nWritten to {out}.")
+
+
 def body() -> None:
     """The binary, after its flags have been parsed."""
+    if KERNELS.value:
+        return kernels()
     (scheme,) = common.methods().values()
     model = inputs.load_model()
     tokens = jnp.asarray(inputs.windows(model))

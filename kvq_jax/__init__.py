@@ -1,6 +1,6 @@
 """kvq_jax: KV-cache quantization in JAX. Arrays are `[batch, kv_heads, tokens, head_dim]`; see README.md."""
 
-from kvq_jax.attention import CausalAttention, attend, resolve_implementation
+from kvq_jax.attention import CausalAttention, attend
 from kvq_jax.balance import variance_normalize
 from kvq_jax.cache import (
     Cache,
@@ -11,6 +11,7 @@ from kvq_jax.cache import (
 from kvq_jax.calibration.calibrate import calibrate
 from kvq_jax.calibration.clipping import Clipping, solve_clipping_constant
 from kvq_jax.constants import Constants, load_constants, save_constants
+from kvq_jax.implementations import resolve_implementation
 from kvq_jax.memory import bits_per_element, nbytes, stored
 from kvq_jax.protocol import Attend, LazyLogits
 from kvq_jax.pseudo_decode import Trace, pseudo_decode

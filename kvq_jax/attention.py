@@ -6,7 +6,8 @@ One online softmax (float32) runs over all parts, so nothing is concatenated and
 decoded. The cached parts are read in the basis they are stored in: q is rotated once, the output rotated back once.
 
 `reference` reads the whole cache and computes the formula as it stands, in float32 but for the rounding of the query
-that a scheme may ask for (`Quantizer.query`); `xla` is the tiled path and the default.
+that a scheme may ask for (`Quantizer.query`); `xla` is the tiled path and the default on a CPU; with `pallas_triton` a
+kernel (`pallas_kernels`) reads the tiles, and the rest, which is short and dense, is merged on XLA.
 """
 
 import dataclasses
@@ -21,70 +22,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvq_jax.cache import Cache, SideCache, append, block_mask, check_block, pad_tokens, take_tokens
+from kvq_jax.implementations import kernel_for, resolve_implementation
+from kvq_jax.online_softmax import Softmax
 from kvq_jax.protocol import Attend
 from kvq_jax.quantizers.base import Leaves, dot
 from kvq_jax.reading import read
 from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
 
-IMPLEMENTATIONS = ("reference", "xla")
 READ_TOKENS = 512  # tokens of a read tile: large enough to keep a matrix product busy, small enough for a CPU's cache
-MASKED = -3e38  # finite, and so is NOTHING: a row that sees nothing must not turn into NaN
-NOTHING = -1e38  # the largest score before any key; a masked key then weighs exp(−2e38) = 0 whatever was seen
 X = TypeVar("X")
-
-
-def resolve_implementation(implementation: str | None) -> str:
-    """What `attend` will run. None picks `xla`. Raises ValueError for an unknown name, NotImplementedError for one that
-    does not cover the case."""
-    if implementation is None:
-        return "xla"
-    if implementation == "pallas_triton":
-        raise NotImplementedError("implementation='pallas_triton': no kernel covers any scheme yet; use 'xla' or None")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is unknown; allowed: None, {', '.join(IMPLEMENTATIONS)}")
-    return implementation
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Softmax:
-    """A softmax in progress over keys seen so far; rows are `queries` = q_heads/kv_heads · tokens of a KV head."""
-
-    largest: Array  # [batch, kv_heads, queries]
-    total: Array  # sum of exp(score − largest)
-    weighted: Array  # [batch, kv_heads, queries, head_dim]: sum of exp(score − largest) · value
-
-    @staticmethod
-    def start(batch: int, kv_heads: int, queries: int, head_dim: int) -> "_Softmax":
-        rows = jnp.zeros((batch, kv_heads, queries), jnp.float32)
-        return _Softmax(rows + NOTHING, rows, jnp.zeros((*rows.shape, head_dim), jnp.float32))
-
-    def see(self, scores: Array, mask: Array, weighted_sum: Callable[[Array], Array]) -> "_Softmax":
-        """Add keys: scores `[batch, kv_heads, queries, keys]`, mask broadcastable to it, p -> p·V."""
-
-        def hide(scores: Array) -> Array:
-            return jnp.where(mask, scores, MASKED)
-
-        # Most tiles are full, and a mask costs as much as the exponential: ask first where asking is cheap.
-        one_for_all = mask.shape[-2] == 1
-        scores = lax.cond(mask.all(), lambda scores: scores, hide, scores) if one_for_all else hide(scores)
-        largest = jnp.maximum(self.largest, scores.max(-1))
-        p = jnp.exp(scores - largest[..., None])
-        decay = jnp.exp(self.largest - largest)
-        weighted = self.weighted * decay[..., None] + weighted_sum(p)
-        return _Softmax(largest, self.total * decay + p.sum(-1), weighted)
-
-    def merge(self, other: "_Softmax") -> "_Softmax":
-        """Both sets of keys."""
-        largest = jnp.maximum(self.largest, other.largest)
-        a, b = jnp.exp(self.largest - largest), jnp.exp(other.largest - largest)
-        weighted = self.weighted * a[..., None] + other.weighted * b[..., None]
-        return _Softmax(largest, self.total * a + other.total * b, weighted)
-
-    def output(self) -> Array:
-        """weighted / total; zero for a row that saw nothing."""
-        return self.weighted / jnp.where(self.total > 0, self.total, 1.0)[..., None]
 
 
 @dataclass(frozen=True)
@@ -104,6 +51,16 @@ class _Queries:
         if self.sliding_window is not None:
             seen = seen & (distance < self.sliding_window)
         return jnp.tile(seen, (1, self.heads_per_kv, 1))[:, None] if seen.shape[1] > 1 else seen[:, None]
+
+    def interval(self, first: int, count: Array, causal: bool) -> tuple[Array, Array]:
+        """Of `count` `[batch]` keys that begin at position `first`, the ones [low, high) that each query sees, int32
+        `[batch, queries]`."""
+        relative = self.position - first
+        high = jnp.minimum(relative + 1, count[:, None]) if causal else jnp.broadcast_to(count[:, None], relative.shape)
+        low = jnp.zeros_like(high) if self.sliding_window is None else relative - self.sliding_window + 1
+        high = jnp.maximum(high, 0)
+        low, high = (jnp.tile(x.astype(jnp.int32), (1, self.heads_per_kv)) for x in (jnp.clip(low, 0, high), high))
+        return low, high
 
 
 def _loop(body: Callable[[Array, X], X], steps: Array, most: int, start: X, dynamic: bool) -> X:
@@ -137,13 +94,16 @@ def _tail(side: SideCache, start: Array, size: int, reaches_store: bool) -> Arra
     return take_tokens(both, tiles * tile - (side.flushed - start), size)
 
 
-def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal: bool, dynamic: bool) -> _Softmax:
+def _over_cache(
+    q: Array, scale: float, queries: _Queries, cache: Cache, causal: bool, dynamic: bool, kernel: Any
+) -> Softmax:
     """Everything cached. q: in K's stored basis, not scaled `[batch, kv_heads, queries, head_dim]`."""
     k, v, sink = cache.k, cache.v, cache.scheme.sink
     rope = cache.rope  # only where keys are stored before it
     batch, kv_heads, rows, _ = q.shape
-    state = _Softmax.start(batch, kv_heads, rows, v.side.quantizer.head_dim)
-    q, rounded = q * scale, k.side.quantizer.query(q) * scale
+    state = Softmax.start(batch, kv_heads, rows, v.side.quantizer.head_dim)
+    rounded = k.side.quantizer.query(q)
+    q *= scale
 
     # Whole read tiles that both sides have flushed are read from the store; what is left is short, and dense.
     block = math.lcm(k.tile_tokens, v.tile_tokens)
@@ -151,14 +111,21 @@ def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal:
     same = k.side.window == v.side.window
     both = k.flushed if same else jnp.minimum(jnp.minimum(k.flushed, v.flushed) // block * block, room)
 
-    if room:
+    if room and kernel is not None:
+        from pallas_kernels import dispatch
+
+        interval = queries.interval(sink, both, causal)
+        windowed = queries.sliding_window is not None
+        state = dispatch.over_store(kernel, rounded, *interval, cache, scale=scale, windowed=windowed)
+    elif room:
+        rounded *= scale
         size = min(max(READ_TOKENS // block, 1) * block, room)
 
         def tiles(side: SideCache, first: Array) -> Leaves:
             count, at = size // side.tile_tokens, first // side.tile_tokens
             return {name: lax.dynamic_slice_in_dim(leaf, at, count, axis=2) for name, leaf in side.store.items()}
 
-        def see_tile(i: Array, state: _Softmax) -> _Softmax:
+        def see_tile(i: Array, state: Softmax) -> Softmax:
             first = jnp.minimum(i * size, room - size)  # the last tile reaches back instead of beyond the end
             token = first + jnp.arange(size)
             exists = (token >= i * size) & (token < both[:, None])
@@ -188,16 +155,16 @@ def _over_cache(q: Array, scale: float, queries: _Queries, cache: Cache, causal:
     return state.see(dot(q, jnp.swapaxes(dense_k, -1, -2)), mask, lambda p: dot(p, dense_v))
 
 
-def _over_block(q: Array, queries: _Queries, k: Array, v: Array, exists: Array, dynamic: bool) -> _Softmax:
+def _over_block(q: Array, queries: _Queries, k: Array, v: Array, exists: Array, dynamic: bool) -> Softmax:
     """Causal attention of a block over itself, in tiles of keys. q scaled, `[batch, kv_heads, queries, head_dim]`."""
     batch, kv_heads, rows, _ = q.shape
-    state, n = _Softmax.start(batch, kv_heads, rows, v.shape[3]), k.shape[2]
+    state, n = Softmax.start(batch, kv_heads, rows, v.shape[3]), k.shape[2]
     size = min(n, READ_TOKENS)
     v = jnp.where(exists[:, None, :, None], v, jnp.zeros((), v.dtype))  # 0 · NaN in padding would be NaN
     k, v = (pad_tokens(x, -n % size) for x in (k, v))
     position, exists = (jnp.pad(x, ((0, 0), (0, -n % size))) for x in (queries.position, exists))
 
-    def see(i: Array, state: _Softmax) -> _Softmax:
+    def see(i: Array, state: Softmax) -> Softmax:
         part_k, part_v = (lax.dynamic_slice_in_dim(x, i * size, size, axis=2) for x in (k, v))
         at, here = (lax.dynamic_slice_in_dim(x, i * size, size, axis=1) for x in (position, exists))
         scores = dot(q, jnp.swapaxes(part_k, -1, -2))
@@ -221,6 +188,7 @@ class _Call:
     scale: float
     sliding_window: int | None
     heads_per_kv: int
+    kernel: Any = None  # `pallas_kernels.dispatch.Kernel`
 
 
 def _tiled(
@@ -239,7 +207,8 @@ def _tiled(
     state = None
     if cache is not None:
         rotated = hadamard(rows) if cache.k.side.rotate else rows
-        state = _over_cache(rotated, call.scale, queries, cache, causal=block is None, dynamic=dynamic)
+        kernel = call.kernel if dynamic else None  # kernels have no gradient
+        state = _over_cache(rotated, call.scale, queries, cache, block is None, dynamic, kernel)
         if cache.v.side.rotate:
             state = dataclasses.replace(state, weighted=hadamard(state.weighted))
     if block is not None:
@@ -250,7 +219,7 @@ def _tiled(
         # An extra key whose value is zero: one more term in the total.
         logit = jnp.repeat(sinks.astype(jnp.float32), q.shape[2]).reshape(1, kv_heads, -1)
         logit = jnp.broadcast_to(logit, state.largest.shape)
-        state = state.merge(_Softmax(logit, jnp.ones_like(logit), jnp.zeros_like(state.weighted)))
+        state = state.merge(Softmax(logit, jnp.ones_like(logit), jnp.zeros_like(state.weighted)))
     return state.output().reshape(*q.shape[:3], -1)
 
 
@@ -353,7 +322,8 @@ def attend(
       valid: bool `[batch, tokens]`; the block's tokens that exist. Output at the others means nothing (it is finite).
       sinks: `[q_heads]`, an extra logit a head whose value is zero.
       sliding_window: a query sees itself and the sliding_window − 1 tokens before it.
-      implementation: None (picks), "xla" (tiled) or "reference" (dense).
+      implementation: "xla" (tiled), "reference" (dense), "pallas_triton" (a GPU kernel reads the tiles), or None, which
+        picks: see `resolve_implementation`, which also says what it will be.
 
     Returns q's shape and dtype; softmax and sums in float32. Reverse-mode differentiable in q, k, v and sinks; cached
     leaves are constants. Raises ValueError for shapes that do not fit, NotImplementedError for an implementation that
@@ -387,7 +357,8 @@ def attend(
         return q
     if sinks is not None and sinks.shape != (q_heads,):
         raise ValueError(f"sinks has shape {sinks.shape}; it must be [{q_heads}]")
-    call = _Call(1 / math.sqrt(head_dim) if scale is None else float(scale), sliding_window, q_heads // kv_heads)
+    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    call = _Call(scale, sliding_window, q_heads // kv_heads, kernel_for(implementation, cache, q))
     rank = jnp.cumsum(exists, axis=1, dtype=jnp.int32)
     first = jnp.zeros(batch, jnp.int32) if cache is None else cache.length - (0 if block is not None else rank[:, -1])
     rest = (q, sinks, cache, block, first[:, None] + rank - 1, exists)

@@ -5,6 +5,7 @@ rounding axis. Standard deviations subtract the mean, are unbiased (ddof = 1) an
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,10 @@ def variance_normalize(tile: Array, *, iters: int = 8, normalize: str = "publish
         raise ValueError(
             f"a tile of shape {tile.shape} has no unbiased deviation on both axes; it needs 2 rows and 2 columns"
         )
-    normalize_one = functools.partial(_normalize, iters=iters, equivariant=normalize == "equivariant")
+
+    def normalize_one(tile: Array) -> Balanced:
+        return normalize_tile(lambda: tile, iters=iters, equivariant=normalize == "equivariant")
+
     tiles = tile.astype(jnp.float32).reshape(-1, *tile.shape[-2:])
     # On a CPU one tile after the other: the temporaries stay in cache, and a sum is not reordered by what it is batched
     # with, so that the same tile gets the same bytes alone and in any batch.
@@ -65,8 +69,10 @@ def variance_normalize(tile: Array, *, iters: int = 8, normalize: str = "publish
     return Balanced(*(x.reshape(*tile.shape[:-2], *x.shape[1:]) for x in result))
 
 
-def _normalize(tile: Array, *, iters: int, equivariant: bool) -> Balanced:
-    """`variance_normalize` of one tile `[R, C]`."""
+def normalize_tile(read: Callable[[], Array], *, iters: int, equivariant: bool) -> Balanced:
+    """`variance_normalize` of the one tile `[R, C]`, float32, that `read` gives; a kernel that cannot keep the tile in
+    registers reads it again for every candidate."""
+    tile = read()
     whole = jnp.ones((), jnp.float32)
     floor = LOG_FLOOR_PUBLISHED
     if equivariant:
@@ -80,6 +86,7 @@ def _normalize(tile: Array, *, iters: int, equivariant: bool) -> Balanced:
         tile = tile / whole
 
     def scaled(log_c: Array, log_r: Array) -> Array:
+        tile = read() / whole if equivariant else read()
         return tile / jnp.exp(log_c) / jnp.exp(log_r)[:, None]
 
     def step(log_scale: Array, std: Array) -> Array:

@@ -51,7 +51,7 @@ def log2_rounded(bits: Array, factor: Array | float, rounds_up_from: int) -> tup
     factor·x is one float32 product of mantissas, with the exponents kept apart: nothing can overflow or underflow, and
     denormals count. Which way it rounds is a comparison of the product's mantissa (see `ROUNDINGS`).
     """
-    top = 31 - lax.clz(bits).astype(jnp.int32)  # of a denormal: bits·2^−149 = 1.… · 2^(top − 149)
+    top = 31 - lax.clz(bits.astype(jnp.int32))  # of a denormal: bits·2^−149 = 1.… · 2^(top − 149)
     denormal = bits < _HIDDEN
     exponent = jnp.where(denormal, top - 149, (bits >> 23).astype(jnp.int32) - 127)
     mantissa = jnp.where(denormal, bits << jnp.clip(23 - top, 0, 31).astype(jnp.uint32), bits) & (_HIDDEN - 1)

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kvq_jax.attention import READ_TOKENS, resolve_implementation
+from kvq_jax.attention import READ_TOKENS
 from kvq_jax.cache import Cache, SideCache, block_mask, to_stored_basis
 from kvq_jax.constants import Constants
 from kvq_jax.formats import widen
+from kvq_jax.implementations import resolve_implementation
 from kvq_jax.layers import CachedAttention, Run, append_run, constants_of_runs, is_array_tree, plan_layers
 from kvq_jax.measures import VectorErrors, kl_divergence
 from kvq_jax.memory import nbytes
@@ -47,7 +48,7 @@ class Trace:
     scheme: Scheme
     regimes: tuple[str, ...]
     block: int
-    implementation: str  # of attention, as it ran
+    implementation: str  # of attention over the quantized caches, as it ran; "a+b" where layers differ
     cache_bytes: dict[str, int]  # of one regime's cache, all layers, by stored leaf
     bits: dict[str, float]  # "store": of quantized layers' main store; "cache": of everything, per stored number
     quantized_tokens: Array  # int32 [layers]: tokens in the main store of layers that quantize
@@ -292,6 +293,18 @@ def _bits(caches: Sequence[Cache], tokens: int) -> dict[str, float]:
     return {"store": store, "cache": 8 * sum(nbytes(caches).values()) / numbers}
 
 
+def _implementation(implementation: str, runs: Sequence[Run], caches: Sequence[Cache], block: int) -> str:
+    """What ran over these caches (their shapes): one name, or several joined by "+" where layers differ."""
+    names = set()
+    for run, cache in zip(runs, caches, strict=True):
+        one = cache
+        if run.stacked is not None:
+            one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), cache)
+        q = jax.ShapeDtypeStruct((one.length.shape[0], run.kv_heads, block, run.head_dim), jnp.float32)
+        names.add(resolve_implementation(implementation, one, q))
+    return "+".join(sorted(names))
+
+
 def pseudo_decode(
     forward: Forward,
     tokens: Array,
@@ -394,7 +407,7 @@ def pseudo_decode(
         scheme=policy,
         regimes=regimes,
         block=block,
-        implementation=implementation,
+        implementation=_implementation(implementation, runs, shapes, block),
         cache_bytes=nbytes(shapes),
         bits=_bits(shapes, total),
         quantized_tokens=out["quantized_tokens"],

@@ -34,14 +34,14 @@ def hadamard(x: Array, axis: int = -1) -> Array:
     y = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
     shape, done = y.shape, 1
     while done < block:
-        radix = min(_RADIX, block // done)
+        radix = min(RADIX, block // done)
         parts = y.reshape(*shape[:-1], size // (radix * done), radix, done)
         y = jnp.stack(_butterflies([parts[..., i, :] for i in range(radix)]), axis=-2).reshape(shape)
         done *= radix
     return jnp.moveaxis(y * np.float32(1 / math.sqrt(block)), -1, axis)
 
 
-_RADIX = 8  # of one pass: fewer passes over the array, and fewer kernels to compile, than butterflies of two
+RADIX = 8  # of one pass: fewer passes over the array, and fewer kernels to compile, than butterflies of two
 
 
 def _butterflies(parts: list[Array]) -> list[Array]:

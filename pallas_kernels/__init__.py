@@ -1,2 +1,2 @@
-"""Attention kernels over packed caches (Pallas, Triton backend). There are none yet: `kvq_jax.attend` runs on XLA, and
-`implementation="pallas_triton"` raises NotImplementedError."""
+"""Kernels for GPUs (Pallas, Triton backend): decode attention over packed caches, which `kvq_jax.attend` dispatches to,
+and kernels that write the store. See docs/kernels.md."""

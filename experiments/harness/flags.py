@@ -33,7 +33,9 @@ SCAN_LAYERS = flags.DEFINE_bool(
     None,
     "Scan over stacked layers, which compiles in less time; default: for blocks of 16 or more, up to 8,192.",
 )
-IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of attention: xla or reference; default: picked.")
+IMPLEMENTATION = flags.DEFINE_string(
+    "implementation", None, "Of attention: xla, reference or pallas_triton; default: picked."
+)
 CONSTANTS = flags.DEFINE_multi_string(
     "constants", [], "A folder that experiments.calibrate wrote; one for each method."
 )

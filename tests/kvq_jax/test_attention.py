@@ -226,8 +226,8 @@ def test_the_reference_runs_on_a_cache_that_a_compiled_function_closes_over() ->
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [
-        ("pallas_triton", NotImplementedError, "no kernel covers any scheme yet; use 'xla' or None"),
-        ("flash", ValueError, "implementation='flash' is unknown; allowed: None, reference, xla"),
+        ("pallas_triton", NotImplementedError, "it needs a GPU, and the platform here is 'cpu'; use 'xla' or None"),
+        ("flash", ValueError, "implementation='flash' is unknown; allowed: None, reference, xla, pallas_triton"),
     ],
 )
 def test_requirement_20_an_implementation_that_cannot_run_is_an_error_and_no_fallback(name, error, says) -> None:

@@ -1,0 +1,46 @@
+"""How the kernels are cut, by layout and target: by what compiles without spills (docs/kernels.md), not by time."""
+
+from dataclasses import dataclass
+
+from pallas_kernels.bodies import SMALLEST, AffineKeys, DenseKeys, Keys, ScaledKeys, Values
+
+PROGRAMS = 264  # that keep a large GPU busy: two for each of 132 multiprocessors
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """tokens: of a step, a multiple of K's tile; rows: queries of a program, 16 or more; splits: of the tokens."""
+
+    tokens: int
+    splits: int
+    warps: int = 4
+    stages: int = 2
+    rows: int = SMALLEST
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << max(at_least - 1, 0).bit_length()
+
+
+def _cut(keys: Keys, target: str) -> tuple[int, int, int]:
+    """Tokens of a step, warps and stages. A thread of NVIDIA has 255 registers, one of AMD 512 while there are four
+    warps. AMD's pipelining of many small loads runs out of scalar registers."""
+    amd, wide = target.startswith("gfx"), keys.head_dim > 128
+    if isinstance(keys, AffineKeys):
+        tokens = max(keys.tile, 32 if wide else 64)
+        narrow = keys.head_dim < 128
+        return (tokens, 2 if narrow else 4, 1) if amd else (tokens, 4 if narrow else 8, 2)
+    if isinstance(keys, ScaledKeys) and keys.swapped:
+        return 128, 8, 2  # the M side of tcgen05 has 128 rows
+    return (32 if wide or isinstance(keys, DenseKeys) else 64), 4, 2
+
+
+def configuration(keys: Keys, values: Values, *, rows: int, programs: int, tokens: int, target: str) -> Config:
+    """rows: queries a KV head; programs: batch · KV heads; tokens: that the store has room for."""
+    step, warps, stages = _cut(keys, target)
+    block = min(max(_power_of_two(rows), SMALLEST), MOST_ROWS)
+    steps = max(-(-tokens // step), 1)
+    wanted = -(-PROGRAMS // (programs * -(-rows // block)))
+    splits = min(_power_of_two(wanted), _power_of_two(steps))
+    return Config(step, splits, warps, stages, block)
