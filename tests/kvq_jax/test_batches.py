@@ -47,7 +47,6 @@ def ragged(spec: str, exists: np.ndarray) -> kvq.Cache:
     return kvq.append(empty(spec, K), k, v, valid=jnp.asarray(exists))
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("spec", SMALL)
 def test_requirements_7_and_9_rows_of_a_padded_batch_equal_each_row_alone_bit_by_bit(spec: str) -> None:
     caches = {kind: ragged(spec, padding(kind)) for kind in ("left", "right", "inside")}
@@ -141,10 +140,19 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.compiled
-def test_requirement_17_four_devices_store_the_bytes_of_one_and_attend_alike() -> None:
-    # rows and heads over the devices for two schemes, with attention; heads for all, what is stored
-    specs = ["01 kvarn:bits=2,group=16", "01 kivi:bits=2,subgroup=8,residual=16", *(f"1 {spec}" for spec in SMALL)]
+# Rows and heads over the devices, with attention; in the programs of production, for XLA orders the sums of token norms
+# by the program that they are part of.
+COMPILED = (
+    "01 kvarn:bits=2,group=16",
+    "01 kivi:bits=2,subgroup=8,residual=16",
+    "1 tile:bits=2,group=16,sink=3,recent=5",
+)
+# Heads alone, what is stored, for all others.
+STORED = tuple(f"1 {spec}" for spec in SMALL if not spec.startswith("tile"))
+
+
+@pytest.mark.parametrize("runs", [pytest.param(COMPILED, marks=pytest.mark.compiled, id="production"), STORED])
+def test_requirement_17_four_devices_store_the_bytes_of_one_and_attend_alike(runs: tuple[str, ...]) -> None:
     root = Path(__file__).parents[2]
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     environment = os.environ | {
@@ -152,11 +160,11 @@ def test_requirement_17_four_devices_store_the_bytes_of_one_and_attend_alike() -
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}",
     }
-    command = [sys.executable, "-W", "error", "-c", PROGRAM, *specs]
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, *runs]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 4 + len(SMALL)
+    assert len(results) == sum(len(run.split()[0]) for run in runs)
     for name, result in results.items():
         assert result["different"] == [], name
         assert result["attention"] < 2e-6, name

@@ -71,7 +71,6 @@ def test_requirement_3_one_token_at_a_time_in_a_compiled_scan_equals_one_shot(sp
     assert_same(at(step_by_step(spec), TOKENS), one_shot(spec))
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("spec", APPEND_ONLY)
 @pytest.mark.parametrize(
     "sizes", [[24, 24, 24], [1, 0, 23, 17, 7, 0, 24], [16, 16, 15, 2, 15, 8], [5] * 14 + [2]], ids=str
