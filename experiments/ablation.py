@@ -214,7 +214,8 @@ def draw(measured: Sequence[Unit], x: str, order: Sequence[str], line: Callable[
 
 
 def conclude(results: Run, plots: dict[str, bytes], table: str, sentences: Sequence[str]) -> None:
-    """Write the plots, and print the table, what it says and the files."""
+    """Write the plots and findings.txt, and print the table, what it says and the files."""
     drawn = [results.write(name, png) for name, png in plots.items()]
-    print(f"\n{table}\n", *(report.wrap(one, "  ", "• ") for one in sentences), sep="\n")
-    print(report.written(results.path, drawn))
+    findings = "\n".join([table, "", *(report.wrap(one, "  ", "• ") for one in sentences)])
+    drawn.append(results.write("findings.txt", (findings + "\n").encode()))
+    print(f"\n{findings}\n{report.written(results.path, drawn)}")

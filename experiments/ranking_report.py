@@ -28,6 +28,11 @@ def kendall(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return (dx * dy).sum(0) / np.sqrt((dx**2).sum(0) * (dy**2).sum(0))
 
 
+def defined(values: np.ndarray) -> Estimate:
+    """The estimate from the draws that have a value: one whose stretches are all alike has no τ."""
+    return Estimate.of(values[(np.arange(len(values)) == 0) | np.isfinite(values)])
+
+
 def means(measured: Sequence[Unit], column: str, regime: str, seed: int) -> np.ndarray:
     """Of a curve by bucket: `[settings, 1 + draws]`, of the stretches that count, then resampled."""
     counted = np.array(measured[0].any["bucket_start"]) >= measured[0].any["skip_positions"]
@@ -45,8 +50,8 @@ class Block:
         static, accumulated = (means(measured, ATTENTION, regime, seed) for regime in REGIMES)
         perplexity = means(measured, NLL, "accumulated", seed)  # its logarithm, which ranks alike
         of = (static, accumulated, accumulated - static, *self.kl.values())
-        self.tau = {ORDER_OF: Estimate.of(kendall(*self.kl.values()))}
-        self.tau |= {name: Estimate.of(kendall(x, perplexity)) for name, x in zip(MEASURES, of, strict=True)}
+        self.tau = {ORDER_OF: defined(kendall(*self.kl.values()))}
+        self.tau |= {name: defined(kendall(x, perplexity)) for name, x in zip(MEASURES, of, strict=True)}
 
     def name(self, i: int) -> str:
         return self.units[i].name
@@ -75,17 +80,30 @@ def blocks(rows: Sequence[Row], seed: int) -> list[Block]:
     return [Block(size, found, seed) for size, found in ranked.items() if len(found) == most]
 
 
-def over_blocks(rows: Sequence[Row], regime: str, seed: int) -> dict[str, dict[int, Estimate]]:
-    """Method -> block size -> KL over that at the method's smallest block size, paired by stretches."""
-    draws: dict[str, dict[int, np.ndarray]] = {}
-    for size, found in grouped(rows).items():
-        for unit in found:
-            draws.setdefault(unit.name, {})[size] = means([unit], KL, regime, seed)[0]
-    return {
-        name: {size: Estimate.of(kl / next(iter(of.values()))) for size, kl in of.items()}
-        for name, of in draws.items()
-        if len(of) > 1
-    }
+Curves = dict[str, dict[int, dict[str, np.ndarray]]]  # method -> block size -> regime -> KL [1 + draws]
+
+
+def curves(rows: Sequence[Row], seed: int) -> Curves:
+    """Of every method that quantizes, the smallest block first."""
+    found: Curves = {}
+    for size, measured in grouped(rows).items():
+        for unit in measured:
+            by_regime = {regime: means([unit], KL, regime, seed)[0] for regime in REGIMES}
+            found.setdefault(unit.name, {})[size] = by_regime
+    return found
+
+
+def over_smallest(of: dict[int, dict[str, np.ndarray]], regime: str) -> dict[int, Estimate]:
+    """Block size -> KL over that at the smallest one, paired by stretches."""
+    return {size: Estimate.of(kl[regime] / next(iter(of.values()))[regime]) for size, kl in of.items()}
+
+
+def gaps(of: Sequence[dict[int, dict[str, np.ndarray]]]) -> dict[int, Estimate]:
+    """Block size -> accumulated over static KL, the geometric mean over methods that were measured at all of them."""
+    sizes = {size: None for method in of for size in method}
+    whole = [method for method in of if len(method) == len(sizes)]
+    logs = {size: [np.log(m[size]["accumulated"] / m[size]["static"]) for m in whole] for size in sorted(sizes)}
+    return {size: Estimate.of(np.exp(np.mean(log, axis=0))) for size, log in logs.items()} if whole else {}
 
 
 def saturated(ratios: dict[int, Estimate]) -> int:
@@ -114,14 +132,18 @@ def tables(rows: Sequence[Row], ranked: Sequence[Block], seed: int) -> str:
     headers = ["Kendall's tau [95 %]\nof accumulated perplexity and", *(f"b = {block.size}\n" for block in ranked)]
     lines = [[name, *(str(block.tau[name]) for block in ranked)] for name in (*MEASURES, ORDER_OF)]
     said.append(table(headers, lines))
+    by_method = {name: of for name, of in curves(rows, seed).items() if len(of) > 1}
     sizes = sorted({row["block_size"] for row in rows})
-    for regime in REGIMES:
-        lines = [
-            [name, *(str(of[size]) if size in of else "–" for size in sizes)]
-            for name, of in over_blocks(rows, regime, seed).items()
-        ]
+    for title, shown in (
+        *(
+            (f"{r} KL over that\nat the smallest b", {n: over_smallest(of, r) for n, of in by_method.items()})
+            for r in REGIMES
+        ),
+        ("KL accumulated\nover static", {n: gaps([of]) for n, of in by_method.items()}),
+    ):
+        lines = [[name, *(str(of[size]) if size in of else "–" for size in sizes)] for name, of in shown.items()]
         if lines:
-            said.append(table([f"{regime} KL over that at the smallest b", *(f"b = {size}" for size in sizes)], lines))
+            said.append(table([title, *(f"\nb = {size}" for size in sizes)], lines))
     return "\n\n".join(said)
 
 
@@ -141,14 +163,16 @@ def sentences(rows: Sequence[Row], ranked: Sequence[Block], seed: int) -> list[s
             f"at b = {block.size} tau of static and accumulated ranks is {block.tau[ORDER_OF]}, and {len(pairs)} pairs "
             f"change places, {len(certain)} of them for sure" + (f" ({'; '.join(certain)})" if certain else "")
         )
-    of = over_blocks(rows, "accumulated", seed)
-    once = {r["label"] for r in rows if r["at_once"]}
+    once, of = {r["label"] for r in rows if r["at_once"]}, curves(rows, seed)
+    if many := gaps([sizes for name, sizes in of.items() if name not in once]):
+        shown = ", ".join(f"{one} at b = {size}" for size, one in many.items())
+        found.append(f"accumulated over static KL, of the methods measured at every b, is {shown}")
     for kind, names in (("at equal windows", of.keys() - once), ("rounded at once", of.keys() & once)):
-        ends = {name: saturated(of[name]) for name in sorted(names)}
+        ends = {name: saturated(over_smallest(of[name], "accumulated")) for name in sorted(names)}
         if ends:
             sizes = {size: [name for name, end in ends.items() if end == size] for size in sorted(set(ends.values()))}
             found.append(
-                f"{kind} KL is that of the smallest b within {ALIKE:.0%} up to "
+                f"{kind} accumulated KL is that of the smallest b within {ALIKE:.0%} up to "
                 + ", ".join(f"b = {size} ({', '.join(group)})" for size, group in sizes.items())
             )
     first = ranked[0]  # nearest to decoding
@@ -156,7 +180,7 @@ def sentences(rows: Sequence[Row], ranked: Sequence[Block], seed: int) -> list[s
     found.append(f"at b = {first.size} accumulated perplexity is ranked best by {best}, tau {first.tau[best]}")
     open_ = sum(one.high - one.low > 0 for block in ranked for regime in REGIMES for one in block.ranks[regime])
     counted = sum(start >= row["skip_positions"] for start in row["bucket_start"])
-    identity = [r["kl_nats"] for r in rows if r["identity"]]
+    identity = [abs(r["kl_nats"]) for r in rows if r["identity"]]
     check = f"; the unquantized cache, as a check, has a KL of at most {max(identity):.1e}" if identity else ""
     sure = (
         f"How sure: intervals are of 95 %, from resampling the same {counted} stretches of {row['bucket']} positions "
@@ -180,20 +204,21 @@ def draw(rows: Sequence[Row], ranked: Sequence[Block], seed: int) -> dict[str, b
         axis.invert_yaxis()
     axes[0].set_ylabel("rank by KL, 1 is the lowest")
     drawn = {"ranks.png": plots.as_png(fig, f"Ranks: {about}")}
-    curves = {regime: over_blocks(rows, regime, seed) for regime in REGIMES}
+    of = curves(rows, seed)
     least = min(row["block_size"] for row in rows)
-    names = [name for name, of in curves["static"].items() if least in of]
+    names = [name for name, sizes in of.items() if len(sizes) > 1 and least in sizes]
     if names:
-        fig, axes = plots.figure(2)
-        sizes = sorted({size for name in names for size in curves["static"][name]})
-        for axis, regime in zip(axes, REGIMES, strict=True):
-            for i, name in enumerate(names):
-                of = curves[regime][name]
-                at = np.array([sizes.index(size) for size in of]) + 0.04 * (i - len(names) / 2)
-                _errorbars(axis, at, list(of.values()), name, i)
+        fig, axes = plots.figure(3)
+        sizes = sorted({size for name in names for size in of[name]})
+        for i, name in enumerate(names):
+            ratios = [over_smallest(of[name], regime) for regime in REGIMES]
+            for axis, by_size in zip(axes, (*ratios, gaps([of[name]])), strict=True):
+                at = np.array([sizes.index(size) for size in by_size]) + 0.04 * (i - len(names) / 2)
+                _errorbars(axis, at, list(by_size.values()), name, i)
+        titles = [*(f"{regime}: KL over that at b = {least}" for regime in REGIMES), "KL accumulated over static"]
+        for axis, title in zip(axes, titles, strict=True):
             axis.set_xticks(range(len(sizes)), list(map(str, sizes)))
-            axis.set(title=regime, xlabel="tokens a block")
-        axes[0].set_ylabel(f"KL over that at b = {least}")
+            axis.set(title=title, xlabel="tokens a block")
         drawn["block_sizes.png"] = plots.as_png(fig, f"What a block hides: {about}")
     return drawn
 
