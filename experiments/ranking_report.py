@@ -30,7 +30,8 @@ def kendall(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def defined(values: np.ndarray) -> Estimate:
     """The estimate from the draws that have a value: one whose stretches are all alike has no τ."""
-    return Estimate.of(values[(np.arange(len(values)) == 0) | np.isfinite(values)])
+    kept = values[1:][np.isfinite(values[1:])]
+    return Estimate.of(np.array([values[0], *(kept if kept.size else [np.nan])]))
 
 
 def means(measured: Sequence[Unit], column: str, regime: str, seed: int) -> np.ndarray:

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from absl.testing import flagsaver
-from running import run
+from running import parsed, run
 
 import kvq_jax as kvq
 from experiments import tile_ablation as binary
-from experiments.harness import flags
 
 SMALL = ["--num_tokens=160", "--block_size=32", "--sink=32", "--group=32", "--skip_positions=64", "--bucket=64"]
 
@@ -60,12 +58,8 @@ def test_quick_measures_three_methods_of_one_text(model: Path, texts: list[Path]
 
 
 def test_the_plan_holds_every_part_once_and_every_family_at_other_bits() -> None:
-    saved = flagsaver.save_flag_values()
-    try:
-        flags.parse(["tile_ablation"])
+    with parsed():
         plan = binary.plan()
-    finally:
-        flagsaver.restore_flag_values(saved)
     schemes = [(one.text, binary.build(one.spec)) for one in plan]
     assert len(set(schemes)) == len(schemes)
     assert {one.text for one in plan} == {"hamlet", "argparse"}
