@@ -8,6 +8,11 @@ from absl.testing import flagsaver
 
 from experiments.harness import flags
 
+# What the tests of several binaries read, in the same shapes: compiling is what they cost, and programs are kept.
+SMALL = ["--num_tokens=192", "--block_size=32", "--sink=32", "--recent=0", "--group=32", "--skip_positions=64"]
+SMALL += ["--bucket=64"]
+METHODS = ("kivi:bits=2,subgroup=32", "kvarn:bits=2")
+
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
