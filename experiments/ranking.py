@@ -37,7 +37,6 @@ METHODS = (
     "kvarn:bits=2,normalize=equivariant",
     "kitty",
     "turboquant:bits=4",
-    "turboquant:bits=2",
     "ultraquant",
     "tile",
 )
