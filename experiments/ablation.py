@@ -216,6 +216,5 @@ def draw(measured: Sequence[Unit], x: str, order: Sequence[str], line: Callable[
 def conclude(results: Run, plots: dict[str, bytes], table: str, sentences: Sequence[str]) -> None:
     """Write the plots and findings.txt, and print the table, what it says and the files."""
     drawn = [results.write(name, png) for name, png in plots.items()]
-    findings = "\n".join([table, "", *(report.wrap(one, "  ", "• ") for one in sentences)])
-    drawn.append(results.write("findings.txt", (findings + "\n").encode()))
-    print(f"\n{findings}\n{report.written(results.path, drawn)}")
+    results.tell("\n".join(["", table, "", *(report.wrap(one, "  ", "• ") for one in sentences)]))
+    print(report.written(results.path, drawn))

@@ -126,8 +126,8 @@ def section(found: Found, number: int) -> str:
     parts = [f'<h2 id="run{number}">{number}. {text(config["binary"])}: {html.escape(found.path.name)}</h2>']
     if not found.complete:
         parts.append(
-            f'<p class="open">This run has no recorded end: it was interrupted, or still goes on. '
-            f"{len(rows)} finished rows are there.</p>"
+            '<p class="open">This run has no recorded end: it was interrupted, still goes on, or is older than such '
+            f"records. {len(rows)} finished rows are there.</p>"
         )
     parts += [f"<pre>{html.escape(content)}</pre>" for content in found.texts.values()]
     for name, png in found.plots.items():

@@ -119,6 +119,11 @@ class Run:
         write_atomically(self.path / name, content)
         return self.path / name
 
+    def tell(self, findings: str) -> None:
+        """Print what was found, and keep it as findings.txt."""
+        print(findings)
+        self.write("findings.txt", (findings.strip("\n") + "\n").encode())
+
 
 def check_same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first field in which two configurations differ."""
