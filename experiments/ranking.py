@@ -42,7 +42,7 @@ METHODS = (
 )
 FEW = ("kvarn:bits=2", "kitty", "ultraquant")  # in a decode loop
 AT_ONCE = ("ultraquant",)  # also with recent 0 and group 1
-QUICK = ("kivi:bits=2,subgroup=128", "hadamard:bits=2", "kvarn:bits=2", "ultraquant")
+QUICK = ("kivi:bits=2,subgroup=128", "kvarn:bits=2", "ultraquant")
 BLOCKS = (128, 512, 64, 16, 1)  # what decides comes first
 UNQUANTIZED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 SAME = 1e-4  # nats: an unquantized cache must be closer than this to the reference
