@@ -7,10 +7,10 @@ are always those of the quantized run, and the rest of the window is the referen
 every token rounded as soon as it comes ("rounded at once"), so that any b > 1 hides errors from the block. A decode
 loop is slow: at b = 1, and at b = 64 which lies between others, only the methods of FEW are measured, at the same
 positions. Ranks, Kendall's tau of static and accumulated KL, and tau of each error without labels and accumulated
-perplexity have intervals from one bootstrap that draws the same stretches of the text for all. Reading `ranks.png`: lines that cross, or lie elsewhere in the other
-panel, are methods whose place depends on the measurement; where bars overlap, the text does not tell them apart. In
-`block_sizes.png` a point at 1 says that this b measures what b = 1 does. KVQuant and others take part where --constants
-are given. Example:
+perplexity have intervals from one bootstrap that draws the same stretches of the text for all. Reading `ranks.png`:
+lines that cross, or lie elsewhere in the other panel, are methods whose place depends on the measurement; where bars
+overlap, the text does not tell them apart. In `block_sizes.png` a point at 1 says that this b measures what b = 1 does.
+KVQuant and others take part where --constants are given. Example:
 
   python -m experiments.ranking --out=out/ranking        (again with --resume after an interruption)
 """
