@@ -98,9 +98,14 @@ def units(rows: Sequence[Row], axes: Sequence[str]) -> list[Unit]:
 
 def draws(measured: Sequence[Unit], regime: str, seed: int) -> np.ndarray:
     """Mean KL `[settings, 1 + RESAMPLES]`: of the text, then of resampled stretches, the same ones for all settings."""
-    kl = np.stack([unit.kl[regime] for unit in measured])
-    drawn = np.random.default_rng(seed).integers(kl.shape[1], size=(RESAMPLES, kl.shape[1]))
-    return np.concatenate([kl.mean(1, keepdims=True), kl[:, drawn].mean(-1)], axis=1)
+    return resampled(np.stack([unit.kl[regime] for unit in measured]), seed)
+
+
+def resampled(values: np.ndarray, seed: int) -> np.ndarray:
+    """`[settings, stretches]` to means `[settings, 1 + RESAMPLES]`: of all stretches, then of drawn ones, the same for
+    all settings and for every array of as many stretches."""
+    drawn = np.random.default_rng(seed).integers(values.shape[1], size=(RESAMPLES, values.shape[1]))
+    return np.concatenate([values.mean(1, keepdims=True), values[:, drawn].mean(-1)], axis=1)
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ def draw(measured: Sequence[Unit], x: str, order: Sequence[str], line: Callable[
 
 
 def conclude(results: Run, plots: dict[str, bytes], table: str, sentences: Sequence[str]) -> None:
-    """Write the plots, and print the table, what it says and the files."""
+    """Write the plots and findings.txt, and print the table, what it says and the files."""
     drawn = [results.write(name, png) for name, png in plots.items()]
-    print(f"\n{table}\n", *(report.wrap(one, "  ", "• ") for one in sentences), sep="\n")
+    results.tell("\n".join(["", table, "", *(report.wrap(one, "  ", "• ") for one in sentences)]))
     print(report.written(results.path, drawn))

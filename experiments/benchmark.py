@@ -35,8 +35,6 @@ from models.placement import Weights
 from models.registry import open_checkpoint
 
 flags.adopt_module_key_flags(common)
-flags.set_default(common.METHOD, ["kvarn:bits=2"])
-flags.set_default(common.NUM_TOKENS, 1024)
 REPEATS = flags.DEFINE_integer("repeats", 5, "Times each side of a ratio is measured.", lower_bound=1)
 CONTEXT = flags.DEFINE_integer("context", 32768, "Tokens of the cache in the attention benchmark.", lower_bound=1024)
 KERNELS = flags.DEFINE_bool("kernels", False, "Measure the GPU kernels, and nothing else.")
@@ -221,5 +219,7 @@ def body() -> None:
         print(f"\nPeak memory of this process: {peak:.2f} GiB; {np.prod(tokens.shape)} tokens. Written to {out}.")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # defaults of this program, not of whoever imports it beside another binary
+    flags.set_default(common.METHOD, ["kvarn:bits=2"])
+    flags.set_default(common.NUM_TOKENS, 1024)
     common.main(body)

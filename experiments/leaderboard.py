@@ -183,9 +183,9 @@ def body() -> None:
         decode.measure_all(given, results)
         units = report.units(results.rows)
         drawn = [results.write("kl_against_bytes.png", kl_against_bytes(units))]
-        print(f"\n{leaderboard(units)}\n\n{windows(units)}")
         front = ", ".join(unit.name for unit in pareto(units))
-        print(f"No other method has both fewer bytes and less accumulated KL (by bytes): {front}.")
+        front = f"No other method has both fewer bytes and less accumulated KL (by bytes): {front}."
+        results.tell(f"\n{leaderboard(units)}\n\n{windows(units)}\n{front}")
         print(report.written(results.path, drawn))
 
 

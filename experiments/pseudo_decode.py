@@ -206,7 +206,7 @@ def body() -> None:
         )
         measure_all(given, results)
         drawn = [results.write(name, png) for name, png in plots.draw(results.rows).items()]
-        print(report.conclusions(results.rows))
+        results.tell(report.conclusions(results.rows))
         print(report.written(results.path, drawn))
 
 

@@ -193,8 +193,8 @@ def _regimes(measured: list[Unit]) -> list[str]:
 
 def written(path: Path, plots: Iterable[Path]) -> str:
     """The files of a run."""
-    files = [*(path / name for name in ("config.json", "rows.jsonl", "summary.csv")), *plots]
-    return "\n".join(["", "Written:", *(f"  {file}" for file in files)])
+    files = [*(path / name for name in ("config.json", "rows.jsonl", "summary.csv", "findings.txt")), *plots]
+    return "\n".join(["", "Written:", *(f"  {file}" for file in files if file.exists())])
 
 
 def conclusions(rows: list[Row]) -> str:

@@ -135,7 +135,7 @@ def body() -> None:
                 results.append([row | {"part": one.part} for row in rows])
         files = [results.path / name for name in ("config.json", "rows.jsonl", "summary.csv")]
         files.append(results.write("kl_against_bits.png", kl_against_bits(results.rows)))
-        print(conclusions(results.rows))
+        results.tell(conclusions(results.rows))
         print("\nWritten:", *(f"  {file}" for file in files), sep="\n")
 
 

@@ -52,6 +52,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """config.json of the run at `path`."""
+    write_atomically(path / "config.json", (json.dumps(config, indent=1) + "\n").encode())
+
+
 def read_rows(path: Path) -> tuple[list[Row], int]:
     """The rows of a rows.jsonl and the bytes they take; a last line that was not written to its end is left out."""
     rows: list[Row] = []
@@ -114,6 +119,11 @@ class Run:
         write_atomically(self.path / name, content)
         return self.path / name
 
+    def tell(self, findings: str) -> None:
+        """Print what was found, and keep it as findings.txt."""
+        print(findings)
+        self.write("findings.txt", (findings.strip("\n") + "\n").encode())
+
 
 def check_same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first field in which two configurations differ."""
@@ -154,7 +164,8 @@ def open_run(
     """Open or go on with the run at `path`.
 
     `determines` is everything besides a row's `key` that its numbers depend on; a run goes on only where it is equal.
-    An error before the first row leaves nothing behind; an interruption says how to go on.
+    An error before the first row leaves nothing behind; an interruption says how to go on. config.json says whether the
+    run has `finished`.
     """
     determines = plain(determines)
     if path.is_dir() and any(path.iterdir()) and not (path / "rows.jsonl").is_file():
@@ -166,8 +177,8 @@ def open_run(
             file = stack.enter_context((path / "rows.jsonl").open("ab"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
             rows = _existing(path, resume, determines, key)
-            text = json.dumps(plain(config) | {"determines": determines}, indent=1) + "\n"
-            write_atomically(path / "config.json", text.encode())
+            content: Row = plain(config) | {"determines": determines}
+            write_config(path, content | {"finished": False})
         except BlockingIOError:
             raise OSError(f"--out={path}: another process is writing to it; wait for it, or pass another") from None
         except OSError as error:
@@ -176,6 +187,7 @@ def open_run(
         run = Run(path, file, rows, key=key, determines=determines)
         try:
             yield run
+            write_config(path, content | {"finished": True})
         except KeyboardInterrupt as stop:
             stop.add_note(f"{len(rows)} finished rows are in {path}/rows.jsonl; to go on: {_command(path)}")
             raise

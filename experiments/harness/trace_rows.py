@@ -104,6 +104,7 @@ def _row(trace: kvq.Trace, regime: int, counted: np.ndarray, bucket: int, seed: 
         x, _ = samples(nll, scored)
         low, high = np.exp(bootstrap_interval(x, seed=seed))
         row |= {name: float(np.exp(x.mean())), f"{name}_lo": float(low), f"{name}_hi": float(high)}
+    row["nll_by_bucket"] = [b.mean for b in by_bucket(trace.nll[regime], valid & np.asarray(trace.scored), bucket)]
 
     attention, curve = mae.mean(axis=0), by_bucket(mae.mean(axis=0), valid, bucket)
     error = estimate(attention, counted)

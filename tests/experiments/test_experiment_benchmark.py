@@ -1,31 +1,23 @@
 """`python -m experiments.benchmark` measures every ratio that the README speaks of."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-import running
 from jax import Array
+from running import run
 
 from experiments import benchmark, kernel_times
 from pallas_kernels import dispatch, report
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_every_ratio_is_measured_and_written(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("All work and no play makes Jack a dull boy. " * 20)
-    sizes = ["--num_tokens=288", "--context=1024", "--repeats=1", "--group=64"]
-    command = [sys.executable, "-m", "experiments.benchmark", f"--model={model}", f"--text={text}", *sizes]
-    done = subprocess.run(
-        [*command, f"--out={tmp_path / 'out'}"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    sizes = ["--num_tokens=288", "--context=1024", "--repeats=1", "--group=64", "--method=int4"]
+    assert run(benchmark, [f"--model={model}", f"--text={text}", *sizes, f"--out={tmp_path / 'out'}"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert [row["target"] for row in rows] == [">= 1", "", "<= 1", ">= 0.7", "<= 1", ">= 0.7", ">= 10"]
     assert all(row["above"] > 0 and row["below"] > 0 for row in rows)  # how fast this machine is, is no test
@@ -35,7 +27,7 @@ def test_every_ratio_is_measured_and_written(model: Path, tmp_path: Path) -> Non
 
 def test_kernels_are_compiled_where_they_cannot_be_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "METHODS", ("ultraquant:",))
-    assert running.run(benchmark, ["--kernels", f"--out={tmp_path / 'out'}"]) == 0
+    assert run(benchmark, ["--kernels", f"--out={tmp_path / 'out'}"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert [(row["measure"], row["status"], row["spills"]) for row in rows] == [
         ("ultraquant: for sm_90", "compiled, not timed", 0),

@@ -2,11 +2,6 @@
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +16,11 @@ from running import run
 import kvq_jax as kvq
 import models
 from experiments import calibrate, pseudo_decode
+from experiments.harness.progress import Progress
 from kvq_jax import schemes
 from kvq_jax.quantizers.base import ConstantSpec, Leaves, Quantizer
 from kvq_jax.schemes import Bits, Side, Window, register
 
-ROOT = Path(__file__).parents[2]
 METHOD = "ranged:bits=4"
 
 
@@ -48,7 +43,7 @@ class Ranged(Quantizer):
 
 
 def register_scheme() -> None:
-    """A scheme `ranged` that needs constants; SLOW seconds to solve a layer."""
+    """A scheme `ranged` that needs constants."""
 
     @register("ranged", "test")
     @dataclass(frozen=True, kw_only=True)
@@ -61,7 +56,6 @@ def register_scheme() -> None:
             return Side(k, Window(recent=0, group=1), pre_rope=True), Side(v, Window(recent=0, group=1))
 
         def calibrate(self, samples: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            time.sleep(float(os.environ.get("SLOW", "0")))
             most = {side: jnp.abs(samples[side]).max((0, 2, 3)) for side in "kv"}
             return {f"{side}_scale": x / (2 ** (self.key_bits - 1) - 1) for side, x in most.items()}
 
@@ -127,44 +121,38 @@ def test_the_constants_are_those_of_the_library_and_the_folder_is_clean(
     assert f"--constants={made}" in printed
 
 
-def start(argv: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    program = (
-        "import test_experiment_calibrate as t; from experiments.harness import flags; "
-        "t.register_scheme(); flags.main(t.calibrate.body)"
-    )
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))
-    with log.open("wb") as file:
-        command = [sys.executable, "-W", "error", "-c", program, *argv]
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=file, stderr=file, env=os.environ | {"PYTHONPATH": path, "SLOW": "3"}
-        )
+class Killed(BaseException):
+    """The process ends here."""
 
 
 def test_killed_and_interrupted_it_goes_on_with_the_same_command(
-    made: Path, model: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    made: Path,
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "c"
 
     def captures() -> list[Path]:
         return sorted(out.glob("captures/*.npz"))
 
-    for number, stop in ((1, signal.SIGKILL), (4, signal.SIGINT)):
-        log = tmp_path / f"log{number}"
-        process = start(arguments(model, text, out), log)
-        deadline = time.monotonic() + 200
-        while len(captures()) < number:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(stop)
-        assert process.wait(timeout=20) == (130 if stop == signal.SIGINT else -stop)
+    for number, stop in ((1, Killed), (4, KeyboardInterrupt)):
+
+        def report(bar: Progress, done: int, total: int, number: int = number, stop: type = stop) -> None:
+            if done == number:
+                raise stop
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Progress, "__call__", report)
+            with pytest.raises(stop) as stopped:
+                run(calibrate, arguments(model, text, out))
+        assert len(captures()) == number
         assert json.loads((out / "config.json").read_text())["constants_digest"] is None
         with pytest.raises(ValueError, match="no complete checkpoint"):
             kvq.load_constants(out, METHOD)
-    how = f"interrupted; what is finished is in {out}/captures; the same command goes on"
-    assert log.read_text().splitlines()[-1] == how
-    assert "Traceback" not in log.read_text()
-    assert "WARNING" not in log.read_text()
+    assert stopped.value.__notes__ == [f"what is finished is in {out}/captures; the same command goes on"]
 
     kept = {path: path.stat().st_mtime_ns for path in captures()}
     assert run(calibrate, arguments(model, text, out, "--num_tokens=32")) == 2

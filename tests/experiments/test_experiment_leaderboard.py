@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from running import run
+from running import METHODS as TWO
+from running import SMALL, run
 
 from experiments import leaderboard, pseudo_decode_report
 
-METHODS = ("kivi:bits=2,subgroup=32", "fp16", "kvarn:bits=4")
+METHODS = (TWO[0], "fp16", TWO[1])
 
 
 def test_methods_are_ranked_by_accumulated_kl_and_a_rerun_computes_nothing(
@@ -15,12 +16,11 @@ def test_methods_are_ranked_by_accumulated_kl_and_a_rerun_computes_nothing(
 ) -> None:
     text, out = tmp_path / "words.txt", tmp_path / "board"
     text.write_text("".join(f"{i} sheep jumped over the fence. " for i in range(12)))
-    argv = [f"--model={model}", f"--text={text}", f"--out={out}", "--num_tokens=192", "--block_size=32"]
-    argv += ["--sink=16", "--recent=32", "--group=32", "--skip_positions=64", *(f"--method={m}" for m in METHODS)]
+    argv = [f"--model={model}", f"--text={text}", f"--out={out}", *SMALL, *(f"--method={m}" for m in METHODS)]
     assert run(leaderboard, argv) == 0
     shown = capsys.readouterr().out
     lines = [line for line in shown.splitlines() if line.startswith(METHODS) and "bits a number" not in line]
-    assert [line.split()[0] for line in lines] == ["fp16", "kvarn:bits=4", "kivi:bits=2,subgroup=32"]
+    assert [line.split()[0] for line in lines] == ["fp16", "kvarn:bits=2", "kivi:bits=2,subgroup=32"]
     assert all("[" in line and "%" in line for line in lines[1:])  # intervals
     assert (out / "kl_against_bytes.png").read_bytes().startswith(b"\x89PNG")
     assert len((out / "summary.csv").read_text().splitlines()) == 1 + 2 * len(METHODS)

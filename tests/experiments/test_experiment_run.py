@@ -153,3 +153,11 @@ def test_a_damaged_configuration_is_named_at_resume(tmp_path: Path, damage: str)
     (tmp_path / "r" / "config.json").write_text(damage)
     with pytest.raises(ValueError, match=r"config\.json is missing or damaged"):
         open_run(tmp_path / "r", resume=True).__enter__()
+
+
+def test_what_was_found_is_told_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_run(tmp_path / "r") as results:
+        results.append([row("x")])
+        results.tell("\n• Found: x.")
+    assert capsys.readouterr().out == "\n• Found: x.\n"
+    assert (tmp_path / "r" / "findings.txt").read_text() == "• Found: x.\n"
