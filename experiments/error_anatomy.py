@@ -123,8 +123,9 @@ def measure_anatomy(given: decode.Inputs, scheme: kvq.Scheme, results: Run) -> l
         for regime, caches in ("static", replay.filled(of, kv)), ("accumulated", accumulated):
             layers = replay.quantized(kv, caches)
             for side in "kv":
-                about = {"method": names[regime, side], "regime": regime, "label": f"anatomy of {side.upper()}", **key}
-                rows.append(about | {"side": side} | anatomy([one[side] for one in layers], common.SEED.value))
+                about = {"label": f"anatomy of {side.upper()}", "method": names[regime, side], "regime": regime}
+                measured = anatomy([one[side] for one in layers], common.SEED.value)
+                rows.append(decode.provenance(given, own) | key | about | {"side": side} | measured)
         results.append(rows)
     return [row for row in results.rows if row.get("side")]
 

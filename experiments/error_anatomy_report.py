@@ -116,7 +116,7 @@ def draw(found: Sequence[Row], measured: Sequence[Unit], seed: int) -> dict[str,
     fig, axes = plots.figure(len(found))
     for panel, row in zip(axes, found, strict=True):
         most, counts = row["norm_most"], np.array(row["norm_counts"], float)
-        panel.imshow(np.log1p(counts).T, origin="lower", extent=(0, most, 0, most), cmap="Greys", aspect="equal")
+        panel.imshow(np.log1p(counts).T, origin="lower", extent=(0, most, 0, most), cmap="Greys", aspect="auto")
         panel.plot([0, most], [0, most], label="equal", **(plots.look(1) | {"marker": "", "linewidth": 0.8}))
         panel.set(title=f"{row['side'].upper()}, {row['regime']}", xlabel="true norm / layer's mean")
         panel.grid(False)

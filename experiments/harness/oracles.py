@@ -80,7 +80,8 @@ class _Restored(_Oracle):
 
 @dataclass(frozen=True)
 class _ScaleNoise(_Oracle):
-    """x · (1 ± ‖x − x̂‖/‖x‖): every token has the error energy of its rounding, all of it in its scale."""
+    """x · (1 ± ‖x − x̂‖/‖x‖): every token has the error energy of its rounding, all of it in its scale. A coin says
+    which sign; it is + where − would turn the token around."""
 
     seed: int
 
@@ -94,7 +95,8 @@ class _ScaleNoise(_Oracle):
         name = jnp.sum(bits * odd, axis=-1, dtype=jnp.uint32)
         key = jax.random.key(self.seed)
         coin = jax.vmap(lambda one: jax.random.bits(jax.random.fold_in(key, one)) >> 31)(name.ravel())
-        return x * (1 + jnp.where(coin == 1, size[..., 0].ravel(), -size[..., 0].ravel()).reshape(size.shape))
+        minus = (coin.reshape(size.shape) == 1) & (size < 1)
+        return x * (1 + jnp.where(minus, -size, size))
 
 
 _INNER: Any = {"kind": Scheme, "optional": False, "allowed": (), "minimum": None, "maximum": None, "about": "wrapped"}
@@ -121,9 +123,10 @@ class OracleScheme(Scheme):
     def of(cls, scheme: Scheme, **fields: Any) -> Self:
         """The oracle of `scheme`, in its windows and layers."""
         common = {name: getattr(scheme, name) for name in COMMON_FIELDS}
-        defaults: dict[str, Any] = {name: field.default for name, field in COMMON_FIELDS.items()}
-        inner = dataclasses.replace(scheme, **defaults)
-        return cls(inner=inner, **common, **fields)
+        own = {field.name: field.default for field in dataclasses.fields(scheme)}
+        # where a scheme has a default of its own, as KVarN's group, the field says how it rounds, too
+        inherited: dict[str, Any] = {n: one.default for n, one in COMMON_FIELDS.items() if own[n] == one.default}
+        return cls(inner=dataclasses.replace(scheme, **inherited), **common, **fields)
 
     def sides(self, head_dim: int) -> tuple[Side, Side]:
         k, v = (dataclasses.replace(side, quantizer=self.wrap(side.quantizer)) for side in self.inner.sides(head_dim))

@@ -6,9 +6,15 @@ from typing import Any
 
 from tqdm import tqdm
 
+_open: list["Progress"] = []
+
 
 class Progress:
-    """`progress(done, total)` moves the bar. Used as a context manager; lines go to stderr."""
+    """`progress(done, total)` moves the bar. Used as a context manager; lines go to stderr.
+
+    All are equal, and a call moves the bar that was opened last: a compiled program remembers whom it reports to, and
+    would be compiled again for every bar.
+    """
 
     def __init__(self, title: str, unit: str = "block") -> None:
         self._title = title
@@ -23,7 +29,17 @@ class Progress:
         )
         self._times: dict[int, float] = {}
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Progress)
+
+    def __hash__(self) -> int:
+        return hash(Progress)
+
     def __call__(self, done: int, total: int) -> None:
+        if _open:
+            _open[-1]._move(done, total)
+
+    def _move(self, done: int, total: int) -> None:
         self._times[done] = time.perf_counter()
         if self._bar.total != total:
             self._bar.total = total
@@ -32,9 +48,11 @@ class Progress:
         self._bar.update(max(done - self._bar.n, 0))
 
     def __enter__(self) -> "Progress":
+        _open.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _open[:] = [bar for bar in _open if bar is not self]
         self._bar.close()
 
     def seconds(self) -> float:

@@ -83,10 +83,11 @@ def replay(
     return [(k, v) for k, v in whole], caches
 
 
-def filled(of: Plan, kv: Sequence[KV]) -> tuple[Cache, ...]:
-    """The plan's caches, holding K and V that another run computed: the static regime."""
+def filled(of: Plan, kv: Sequence[KV], capacity: int | None = None) -> tuple[Cache, ...]:
+    """The plan's caches, holding K and V that another run computed: the static regime. capacity: default, no more."""
     batch, _, total, _ = kv[0][0].shape[-4:]
-    return tuple(_filled(run, cache, *one) for run, cache, one in zip(of.runs, of.empty(batch, total), kv, strict=True))
+    empty = of.empty(batch, capacity or total)
+    return tuple(_filled(run, cache, *one) for run, cache, one in zip(of.runs, empty, kv, strict=True))
 
 
 @functools.partial(jax.jit, static_argnames="run")
@@ -127,3 +128,14 @@ def _pairs(one: tuple[KV, Cache]) -> tuple[KV, KV]:
         position = sink + jnp.arange(x.shape[2])[None]
         found.append((to_stored_basis(side.side, x, jnp.float32, cache.rope, position), side.tokens(side.store)))
     return found[0], found[1]
+
+
+def relative_errors(kv: Sequence[KV], caches: Sequence[Cache]) -> dict[str, np.ndarray]:
+    """Σ‖x − x̂‖² / Σ‖x‖² over what is stored of each row `[batch]`, mean over layers, for keys and values."""
+    of_layers = quantized(kv, caches)
+
+    def relative(x: Array, x_hat: Array) -> Array:
+        return jnp.sum(jnp.square(x - x_hat), (1, 2, 3)) / jnp.sum(jnp.square(x), (1, 2, 3))
+
+    names = {"k": "key_relative_mse", "v": "value_relative_mse"}
+    return {name: np.mean([relative(*one[side]) for one in of_layers], 0) for side, name in names.items()}
