@@ -119,7 +119,7 @@ def measure(
         about
         | {"method": str(scheme), "prompt": i, "packed": scheme.packed, "prompt_tokens": PROMPT_TOKENS.value}
         | {name: float(x[i]) for name, x in errors.items()}
-        | row(by_name, answer, reference, i)
+        | row(by_name, answer, reference, i, flipped=FLIPPED.value)
         | {"response_length": int(length[i]), "response_length_reference": int(reference.length[i])}
         for i in range(prompts)
     ]
@@ -149,13 +149,13 @@ def first(happens: np.ndarray) -> int | None:
     return int(happens.argmax()) if happens.any() else None
 
 
-def row(curves: dict[str, np.ndarray], answer: np.ndarray, reference: Reference, i: int) -> Row:
+def row(curves: dict[str, np.ndarray], answer: np.ndarray, reference: Reference, i: int, *, flipped: float) -> Row:
     """Prompt i: means and curves over the steps of the reference's answer, and when things begin; steps count from 1,
     and what never begins has None there and one more than the steps in `*_or_end`."""
     steps = max(1, min(reference.length[i], reference.answer.shape[1]) - 1)
     own = {name: x[i, :steps] for name, x in curves.items()}
     differs = answer[i, 1 : steps + 1] != reference.answer[i, 1 : steps + 1]
-    begins = {"flip_step": first(own["flips"] >= FLIPPED.value), "divergence_step": first(differs)}
+    begins = {"flip_step": first(own["flips"] >= flipped), "divergence_step": first(differs)}
     found: Row = {"steps": steps}
     for name, index in begins.items():
         found[name] = None if index is None else index + 1

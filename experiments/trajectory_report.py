@@ -12,7 +12,7 @@ from experiments.harness.statistics import interval
 from experiments.harness.table import table
 
 Row = dict[str, Any]
-RESAMPLES = 2000
+RESAMPLES = 1000
 PREDICTORS = {
     "flip_step_or_end": "the step at which flips begin",
     "flips_first": "flips at the first step",

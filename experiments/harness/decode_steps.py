@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 import kvq_jax as kvq
 from experiments.harness import replay
-from kvq_jax.cache import Cache, put_tokens
+from kvq_jax.cache import Cache, pad_tokens, put_tokens
 from kvq_jax.layers import CachedAttention, Run
 from kvq_jax.measures import attention_logits
 from kvq_jax.quantizers.base import dot
@@ -90,7 +90,9 @@ def cached_logits(asked: Asked, cache: Cache, k: Array) -> Array:
     """`exact_logits` over what the cache held when the token read it, and the token's own key k, which it reads in full
     precision. Queries meet the store as the scheme rounds them."""
     side = cache.k.side
-    keys = _per_head(put_tokens(kvq.read(cache)[0], k.astype(jnp.float32), cache.length), asked.q)
+    keys = kvq.read(cache)[0]
+    keys = pad_tokens(keys, cache.capacity - keys.shape[2])  # outside of a trace it reads up to the longest row
+    keys = _per_head(put_tokens(keys, k.astype(jnp.float32), cache.length), asked.q)
     scores = dot(asked.q, keys)
     basis = kvq.hadamard if side.rotate else lambda x: x
     q = basis(asked.q.astype(jnp.float32))
