@@ -1,5 +1,6 @@
 """The error anatomy on a tiny checkpoint, its statistics against known answers, and what its oracles leave alone."""
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,9 @@ import kvq_jax as kvq
 import models
 from experiments import ablation, error_anatomy, error_anatomy_report
 from experiments.harness import oracles, replay
+from experiments.harness.progress import Progress
 from kvq_jax.measures import magnitude_direction
+from kvq_jax.quantizers.base import Leaves, Quantizer
 
 INNER = kvq.scheme("kivi:bits=2,sink=16,recent=0,group=32")
 TOKENS, BLOCK = 384, 128  # one shape, so that the tests share compiled programs with the binary
@@ -23,54 +26,59 @@ RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(2, 1, 3, 32, 32)) * np.exp(RNG.normal(size=(2, 1, 3, 32, 1))), jnp.float32)
 
 
-def remade(by: str, low: float, high: float, x: jax.Array = X) -> tuple[jax.Array, jax.Array]:
-    """What the oracle over K stores of x, and what KIVI makes of it."""
+@functools.partial(jax.jit, static_argnames="quantizer")
+def stored(quantizer: Quantizer, x: jax.Array, constants: Leaves) -> jax.Array:
+    return quantizer.decode(quantizer.encode(x, constants), constants)
+
+
+PLAIN = stored(INNER.resolve(32)[0].quantizer, X, {})
+
+
+def remade(by: str, low: float, high: float, x: jax.Array = X) -> jax.Array:
+    """What the oracle over K stores of x."""
     oracle = oracles.Restored.of(INNER, by=by).resolve(32)[0].quantizer
-    constants = {"low": jnp.float32(low), "high": jnp.float32(high)}
-    plain = INNER.resolve(32)[0].quantizer
-    return oracle.decode(oracle.encode(x, constants), constants), plain.decode(plain.encode(x, {}), {})
+    return stored(oracle, x, {"low": jnp.float32(low), "high": jnp.float32(high)})
 
 
 @pytest.mark.parametrize("by", ["token", "element"])
 def test_what_is_restored_and_its_complement_part_the_tokens(by: str) -> None:
-    _, x_hat = remade(by, *oracles.NOTHING)
+    x_hat = remade(by, *oracles.NOTHING)
+    np.testing.assert_allclose(x_hat, PLAIN, rtol=1e-5, atol=1e-6)  # as another program fuses it
     error = jnp.square(X - x_hat)
     error = error.sum(-1) if by == "token" else error
     threshold = float(np.quantile(error, 0.9))
-    (worst, _), (rest, _) = remade(by, threshold, oracles.EVERYTHING[1]), remade(by, 0.0, threshold)
+    worst, rest = remade(by, threshold, oracles.EVERYTHING[1]), remade(by, 0.0, threshold)
     chosen = np.asarray(error >= threshold)
     assert chosen.mean() == pytest.approx(0.1, abs=0.01)
     chosen = np.broadcast_to(chosen[..., None] if by == "token" else chosen, X.shape)
     np.testing.assert_array_equal(worst, np.where(chosen, X, x_hat))
     np.testing.assert_array_equal(rest, np.where(chosen, x_hat, X))
-    np.testing.assert_array_equal(remade(by, *oracles.EVERYTHING)[0], X)
-    np.testing.assert_array_equal(remade(by, *oracles.NOTHING)[0], x_hat)
+    np.testing.assert_array_equal(remade(by, *oracles.EVERYTHING), X)
 
 
 def test_restoring_norms_keeps_directions() -> None:
-    restored, x_hat = remade("magnitude", *oracles.EVERYTHING)
+    restored, x_hat = remade("magnitude", *oracles.EVERYTHING), PLAIN
     norm, restored_norm, hat_norm = (jnp.linalg.norm(x, axis=-1) for x in (X, restored, x_hat))
     np.testing.assert_allclose(restored_norm / norm, 1, rtol=1e-5)
     cosine = jnp.sum(restored * x_hat, -1) / restored_norm / hat_norm
     np.testing.assert_allclose(cosine, 1, rtol=1e-5)
     assert float(jnp.abs(hat_norm / norm - 1).max()) > 0.05
-    zero = X.at[0, 0, 0].set(0)  # has no direction to keep
-    assert not remade("magnitude", *oracles.EVERYTHING, x=zero)[0][0, 0, 0].any()
+    zero = X.at[0, 0, 0, 0].set(0)  # has no direction to keep
+    assert not remade("magnitude", *oracles.EVERYTHING, x=zero)[0, 0, 0, 0].any()
 
 
 def test_scale_noise_has_the_energy_of_the_rounding_and_no_direction() -> None:
-    x_hat = remade("token", *oracles.NOTHING)[1]
-    stored = []
+    x_hat, found = PLAIN, []
     for seed in (0, 1):
         noise = oracles.ScaleNoise.of(INNER, seed=seed).resolve(32)[0].quantizer
-        stored.append(noise.decode(noise.encode(X, {}), {}))
-        energy, wanted = (jnp.square(X - y).sum(-1) for y in (stored[-1], x_hat))
+        found.append(stored(noise, X, {}))
+        energy, wanted = (jnp.square(X - y).sum(-1) for y in (found[-1], x_hat))
         np.testing.assert_allclose(energy, wanted, rtol=1e-4)
-        split = magnitude_direction(X, stored[-1])
+        split = magnitude_direction(X, found[-1])
         assert float(split.direction.sum()) < 1e-4 * float(split.magnitude.sum())
-        alone = noise.decode(noise.encode(X[:1, :, 1:2], {}), {})
-        np.testing.assert_array_equal(alone, stored[-1][:1, :, 1:2])  # in any company
-    signs = [np.sign(jnp.linalg.norm(y, axis=-1) - jnp.linalg.norm(X, axis=-1)) for y in stored]
+        alone = stored(noise, X[:1, :, 1:2], {})
+        np.testing.assert_array_equal(alone, found[-1][:1, :, 1:2])  # in any company
+    signs = [np.sign(jnp.linalg.norm(y, axis=-1) - jnp.linalg.norm(X, axis=-1)) for y in found]
     tossed = np.asarray(jnp.square(X - x_hat).sum(-1) < jnp.square(X).sum(-1))
     assert 0.3 < (signs[0] == signs[1])[tossed].mean() < 0.7
     assert abs(signs[0][tossed].mean()) < 0.3  # of some 80 coins
@@ -143,6 +151,15 @@ def tokens() -> np.ndarray:
     return RNG.integers(0, 250, (1, TOKENS)).astype(np.int32)
 
 
+def decode(
+    model: models.Model, text: jax.Array, scheme: kvq.Scheme, constants: kvq.Constants | None = None
+) -> kvq.Trace:
+    """In the program that the binary runs, which reports to a bar."""
+    with Progress("test") as progress:
+        how: dict[str, Any] = {"block": BLOCK, "constants": constants, "progress": progress}
+        return kvq.pseudo_decode(model.forward, text, scheme=scheme, **how)
+
+
 def everything(pair: tuple[float, float]) -> Mapping[str, np.ndarray]:
     return {
         f"{side}_{name}": np.full(2, x, np.float32)
@@ -153,17 +170,17 @@ def everything(pair: tuple[float, float]) -> Mapping[str, np.ndarray]:
 
 def test_restoring_everything_is_the_reference_and_nothing_the_method(loaded: models.Model) -> None:
     text, oracle = jnp.asarray(tokens()), oracles.Restored.of(INNER, by="token")
-    plain = kvq.pseudo_decode(loaded.forward, text, scheme=INNER, block=BLOCK)
+    plain = decode(loaded, text, INNER)
     assert float(plain.kl.max()) > 1e-3
     for pair, kl in ((oracles.EVERYTHING, 0 * plain.kl), (oracles.NOTHING, plain.kl)):
         constants = oracles.constants(oracle, everything(pair), None, loaded)
-        trace = kvq.pseudo_decode(loaded.forward, text, scheme=oracle, block=BLOCK, constants=constants)
+        trace = decode(loaded, text, oracle, constants)
         np.testing.assert_allclose(trace.kl, kl, atol=2e-5)
 
 
 def test_a_replay_holds_what_pseudo_decode_measures(loaded: models.Model) -> None:
     text = tokens()
-    trace = kvq.pseudo_decode(loaded.forward, jnp.asarray(text), scheme=INNER, block=BLOCK)
+    trace = decode(loaded, jnp.asarray(text), INNER)
     exact, of = (
         replay.plan(loaded.forward, scheme, None, 1, BLOCK, "float32") for scheme in (kvq.scheme("fp32"), INNER)
     )
