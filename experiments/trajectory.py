@@ -5,10 +5,10 @@ reads the same prompts from its cache and decodes twice, side by side: over the 
 where the attention of every head of both is compared (KL, Jensen–Shannon, and the pairs among the 3.125 % of the tokens
 with most mass whose order is flipped); and freely, to the first token that is another one and to the end of the answer.
 Every method has a control: noise in the scale of each token in place of its rounding, with equal error energy, token by
-token. Flips begin at the first step at which a prompt's part of flipped pairs, mean over heads and layers, reaches
---flipped. Reading `by_step.png`: a line above its control says that the direction of the errors does more harm than
-their size. In `flips_and_text.png` points on a rising line say that the step at which flips begin predicts the step at
-which the text diverges. Example:
+token. Flips begin at the first step at which more than the part --flipped of these pairs is flipped in the mass of all
+heads and layers together. Reading `by_step.png`: a line above its control says that the direction of the errors does
+more harm than their size. In `flips_and_text.png` points on a rising line say that the step at which flips begin
+predicts the step at which the text diverges. Example:
 
   python -m experiments.trajectory --out=out/trajectory        (again with --resume after an interruption)
 """
@@ -38,10 +38,8 @@ from kvq_jax.rows import select_rows
 BINARY = "trajectory"
 for module in (common, quick):
     flags.adopt_module_key_flags(module)
-PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 416, "Of --num_tokens; the others are decoded.", lower_bound=1)
-FLIPPED = flags.DEFINE_float(
-    "flipped", 0.1, "Part of the pairs of most attended tokens from which on flips have begun.", lower_bound=0
-)
+PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 288, "Of --num_tokens; the others are decoded.", lower_bound=1)
+FLIPPED = flags.DEFINE_float("flipped", 0.0, "Flips begin above this part of the top pairs of all mass.", lower_bound=0)
 METHODS = ("kivi:bits=2", "kvarn:bits=2", "ultraquant")
 TOP = 1 / 32  # of the tokens that are attended to: those that hold most of the mass
 STOPS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>", "<|end|>")  # end an answer, where the tokenizer has them
@@ -155,7 +153,7 @@ def row(curves: dict[str, np.ndarray], answer: np.ndarray, reference: Reference,
     steps = max(1, min(reference.length[i], reference.answer.shape[1]) - 1)
     own = {name: x[i, :steps] for name, x in curves.items()}
     differs = answer[i, 1 : steps + 1] != reference.answer[i, 1 : steps + 1]
-    begins = {"flip_step": first(own["flips"] >= flipped), "divergence_step": first(differs)}
+    begins = {"flip_step": first(own["flips_of_all_mass"] > flipped), "divergence_step": first(differs)}
     found: Row = {"steps": steps}
     for name, index in begins.items():
         found[name] = None if index is None else index + 1
@@ -170,7 +168,7 @@ def row(curves: dict[str, np.ndarray], answer: np.ndarray, reference: Reference,
 def load() -> decode.Inputs:
     """Read and check flags, text and model."""
     if quick.QUICK.value:
-        for flag, value in (common.BATCH, 2), (common.NUM_TOKENS, 224), (PROMPT_TOKENS, 160):
+        for flag, value in (common.BATCH, 2), (common.NUM_TOKENS, 192), (PROMPT_TOKENS, 160):
             if not common.FLAGS[flag.name].present:
                 flags.set_default(flag, value)
     if common.RESUME.value and not common.OUT.value:
@@ -241,7 +239,7 @@ def main() -> None:
     """Run the binary as the process's main program: eight prompts in equal windows."""
     for flag, value in (common.SINK, 32), (common.RECENT, 0), (common.GROUP, 128), (common.BATCH, 8):
         flags.set_default(flag, value)
-    flags.set_default(common.NUM_TOKENS, 544)
+    flags.set_default(common.NUM_TOKENS, 384)
     common.main(body)
 
 

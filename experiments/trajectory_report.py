@@ -15,7 +15,7 @@ Row = dict[str, Any]
 RESAMPLES = 1000
 PREDICTORS = {
     "flip_step_or_end": "the step at which flips begin",
-    "flips_first": "flips at the first step",
+    "flips_first": "flipped pairs of all heads at the first step",
     "attention_js_nats_first": "JS of attention at the first step",
     "key_relative_mse": "MSE of the prompt's K",
 }
@@ -93,8 +93,9 @@ def tables(rows: Sequence[Row], seed: int) -> str:
         ("\nV", lambda own: f"{np.mean([row['value_relative_mse'] for row in own]):.4f}"),
         ("attention, nats [95 %]\nKL", lambda own: _with_interval(own, "attention_kl_nats", ".4f")),
         ("\nJS", lambda own: _with_interval(own, "attention_js_nats", ".4f")),
-        ("flipped pairs\nall steps", lambda own: _with_interval(own, "flips", ".1%")),
-        ("\nfirst step", lambda own: f"{np.mean([row['flips_first'] for row in own]):.1%}"),
+        ("flipped pairs\nof heads", lambda own: _with_interval(own, "flips", ".1%")),
+        ("\nat first", lambda own: f"{np.mean([row['flips_first'] for row in own]):.1%}"),
+        ("\nof all mass", lambda own: _with_interval(own, "flips_of_all_mass", ".1%")),
         ("next token's\nKL, nats", lambda own: _with_interval(own, "kl_nats", ".3f")),
         ("median step\nflips begin", lambda own: steps(own, "flip_step")),
         ("\ntext diverges", lambda own: steps(own, "divergence_step")),
@@ -117,7 +118,7 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
     for label, own in groups.items():
         look = plots.look(methods.index(own[0]["of_method"])) | {"linestyle": "--" if own[0]["control"] else "-"}
         looks[label] = look
-    panels = {"flips": "flipped pairs of the top tokens", "attention_js_nats": "JS of attention, nats"}
+    panels = {"flips": "flipped pairs of heads' top tokens", "attention_js_nats": "JS of attention, nats"}
     panels |= {"kl_nats": "next token's KL, nats"}
     fig, axes = plots.figure(len(panels))
     for axis, (name, title) in zip(axes, panels.items(), strict=True):
@@ -162,10 +163,10 @@ def sentences(rows: Sequence[Row], flipped: float, seed: int) -> list[str]:
     return [
         f"Asked: does the step at which the ranks of {rows[0]['model']}'s most attended tokens flip predict the step "
         "at which its greedy text leaves the reference's?",
-        f"Found: the step at which {flipped:.0%} of the pairs are flipped {verdict} it (Spearman's ρ {everywhere} over "
-        f"all, {within} within methods; {at_once:.0%} begin at the first step), and the best of the predictors over "
-        f"all is {PREDICTORS[best]} (ρ {known[best][0]}); against scale noise of equal energy, rounding moves "
-        f"attention (JS) by {', '.join(ratios)}.",
+        f"Found: the step at which more than {flipped:.0%} of the pairs are flipped {verdict} it (Spearman's ρ "
+        f"{everywhere} over all, {within} within methods; {at_once:.0%} begin at the first step), and the best of the "
+        f"predictors over all is {PREDICTORS[best]} (ρ {known[best][0]}); against scale noise of equal energy, "
+        f"rounding moves attention (JS) by {', '.join(ratios)}.",
         f"How sure: {len(rows)} pairs from {len(next(iter(groups.values())))} prompts, which are what the 95 % "
         "intervals resample; steps are counted up to the end of the reference's answer; it is one text and one model, "
         "and the control is simulated.",
