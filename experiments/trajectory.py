@@ -46,43 +46,42 @@ STOPS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>", "<|end|>")  # end 
 KEY = ("method", "prompt")
 
 
-@functools.partial(jax.jit, static_argnames=("runs", "implementation", "most"))
-def _compare(
-    forward: Any,
-    tokens: Array,  # [2 · prompts, 1]: over the reference's answer, then free
-    caches: tuple[kvq.Cache, ...],
-    reference: tuple[Array, list[Asked], list[Array]],  # logits, queries and keys
-    *,
-    runs: tuple[Any, ...],
-    implementation: str,
-    most: int,
-) -> tuple[Array, tuple[kvq.Cache, ...], dict[str, Array]]:
-    """One step of both; what the first half of the rows measures, `[prompts]` by name."""
-    logits, asked, keys = reference
-    prompts = len(logits)
-    now = decode_steps.step(forward, tokens, caches, runs, implementation)
-    length = caches[0].length[:prompts]
-    count = jnp.clip(jnp.ceil(TOP * (length[0] + 1)).astype(jnp.int32), 2, most)
-    by_layer: list[dict[str, Array]] = []
-    mass: list[tuple[Array, Array]] = []
-    for ref, exact, own, cache, (k, _) in zip(asked, keys, now.asked, caches, now.new, strict=True):
-        mine = own._replace(q=own.q[:prompts])
-        a = decode_steps.exact_logits(ref, exact, length)
-        b = decode_steps.cached_logits(mine, select_rows(cache, jnp.arange(prompts)), k[:prompts])
-        p, q = (jax.nn.softmax(x, axis=-1)[..., : exact.shape[2]] for x in (a, b))
-        mass.append((p.mean((1, 2)), q.mean((1, 2))))
-        found = {
-            "attention_kl_nats": measures.kl_divergence(a, b),
-            "attention_js_nats": measures.jensen_shannon(p, q),
-            "flips": measures.rank_flips(p, q, count, most),
-            "first_changed": p.argmax(-1) != q.argmax(-1),
-        }
-        by_layer.append({name: x.mean((1, 2), dtype=jnp.float32) for name, x in found.items()})
-    curves = {name: jnp.stack([one[name] for one in by_layer]).mean(0) for name in by_layer[0]}
-    p, q = (sum(side) / len(mass) for side in zip(*mass, strict=True))
-    curves["flips_of_all_mass"] = measures.rank_flips(p, q, count, most)
-    curves["kl_nats"] = measures.kl_divergence(logits, now.logits[:prompts])
-    return jnp.argmax(now.logits, -1), now.caches, curves
+@functools.partial(jax.jit, static_argnames="most")
+def _compare_layer(
+    ref: Asked, keys: Array, own: Asked, cache: kvq.Cache, k: Array, *, most: int
+) -> tuple[dict[str, Array], tuple[Array, Array]]:
+    """One layer's attention of one step, the reference's against that of the same first rows of own, cache and k: means
+    over heads and each token's mass, `[prompts]` and `[prompts, positions]`. All layers run this one program."""
+    prompts = jnp.arange(len(keys))
+    cache = select_rows(cache, prompts)
+    a = decode_steps.exact_logits(ref, keys, cache.length)
+    b = decode_steps.cached_logits(own._replace(q=own.q[prompts]), cache, k[prompts])
+    p, q = (jax.nn.softmax(x, axis=-1)[..., : keys.shape[2]] for x in (a, b))
+    found = {
+        "attention_kl_nats": measures.kl_divergence(a, b),
+        "attention_js_nats": measures.jensen_shannon(p, q),
+        "flips": measures.rank_flips(p, q, _top(cache.length), most),
+        "first_changed": p.argmax(-1) != q.argmax(-1),
+    }
+    return {name: x.mean((1, 2), dtype=jnp.float32) for name, x in found.items()}, (p.mean((1, 2)), q.mean((1, 2)))
+
+
+def _top(length: Array) -> Array:
+    """How many tokens hold most of the mass where a row's token number `length[0]` attends; all rows are as long."""
+    return jnp.maximum(jnp.ceil(TOP * (length[0] + 1)).astype(jnp.int32), 2)
+
+
+@functools.partial(jax.jit, static_argnames="most")
+def _compare_step(
+    by_layer: list[tuple[dict[str, Array], tuple[Array, Array]]], length: Array, a: Array, b: Array, *, most: int
+) -> dict[str, Array]:
+    """Means over layers, the mass of all layers, and the next token's KL from logits a and b `[prompts, vocab]`."""
+    curves = {name: jnp.stack([found[name] for found, _ in by_layer]).mean(0) for name in by_layer[0][0]}
+    p, q = (jnp.stack(side).mean(0) for side in zip(*(mass for _, mass in by_layer), strict=True))
+    return curves | {
+        "flips_of_all_mass": measures.rank_flips(p, q, _top(length), most),
+        "kl_nats": measures.kl_divergence(a, b),
+    }
 
 
 def measure(
@@ -101,13 +100,17 @@ def measure(
         of_prompts = [select_rows(cache, jnp.arange(prompts)) for cache in caches]
         errors = replay.relative_errors(reference.prompt, of_prompts)
         free, curves = [jnp.asarray(reference.answer[:, 0])], []
-        how: dict[str, Any] = {"runs": of.runs, "implementation": given.implementation, "most": most_tokens(total)}
+        how: dict[str, Any] = {"runs": of.runs, "implementation": given.implementation}
+        most = max(2, math.ceil(TOP * total))
         for i in range(steps):
             tokens = jnp.concatenate([jnp.asarray(reference.answer[:, i]), free[-1]])[:, None]
-            known = (reference.logits[i], reference.asked[i], reference.keys)
-            said, caches, found = _compare(given.model.forward, tokens, caches, known, **how)
-            free.append(said[prompts:])
-            curves.append(jax.device_get(found))
+            now = decode_steps.compiled_step(given.model.forward, tokens, caches, **how)
+            layers = zip(reference.asked[i], reference.keys, now.asked, caches, now.new, strict=True)
+            found = [_compare_layer(ref, keys, own, cache, k, most=most) for ref, keys, own, cache, (k, _) in layers]
+            step = _compare_step(found, caches[0].length, reference.logits[i], now.logits[:prompts], most=most)
+            curves.append(jax.device_get(step))
+            free.append(jnp.argmax(now.logits[prompts:], -1))
+            caches = now.caches
             progress(i + 1, steps)
     answer = np.stack([np.asarray(one) for one in free], axis=1)
     by_name = {name: np.stack([one[name] for one in curves], axis=1) for name in curves[0]}
@@ -135,11 +138,6 @@ def decoded(given: decode.Inputs, stops: tuple[int, ...]) -> Reference:
             implementation=given.implementation,
             progress=progress,
         )
-
-
-def most_tokens(total: int) -> int:
-    """The most tokens that a step's top has."""
-    return max(2, math.ceil(TOP * total))
 
 
 def first(happens: np.ndarray) -> int | None:
