@@ -6,8 +6,9 @@ the reference's keys. Then oracles, which know what was rounded, restore the wor
 numbers, of a layer to full precision; or everything but those; or only the norms of all tokens (K; K and V) or of the
 worst. Which are the worst is one threshold a layer and side, found in the static regime. Reading `kl_by_restore.png`:
 a line that falls steeply says that few errors do the harm; where the level of "norms" meets the line of the worst
-tokens is the part of the tokens that restoring all norms is worth. Near 5 to 10 %, the norm explains the tail; near
-1 %, it does not. In `norms.png` mass off the diagonal is norm error. Example:
+tokens is the part of the tokens that restoring all norms is worth. Near 1 %, the norm does not explain the tail; near
+5 to 10 % it may, if the norms of the worst tokens alone do most of what restoring these tokens does. In `norms.png`
+mass off the diagonal is norm error. Example:
 
   python -m experiments.error_anatomy --out=out/anatomy        (again with --resume after an interruption)
 """
@@ -168,7 +169,7 @@ def body() -> None:
         raise ValueError(f"--method is given {len(methods)} times; the anatomy is of one cache, so pass one")
     given = common.interruptible(lambda: decode.load_inputs(methods))
     (scheme,) = methods.values()
-    with decode.open_results(BINARY, given, key=ablation.KEY) as results:
+    with decode.open_results(BINARY, given, key=ablation.KEY, of=str(scheme)) as results:
         print(f"{scheme}: whose errors they are, and what restoring some of them does.\n")
         found = measure_anatomy(given, scheme, results)
         plan = settings(given, scheme, found)

@@ -11,7 +11,8 @@ from experiments.harness.table import table
 
 AXES = ("restored", "share", "part", "sides")
 TAILS = ("100", "50", "10", "5", "1", "0p1")
-SURE, NOT = 0.05, 0.02  # of the tokens: what norms are worth from where on, and up to where, they explain the tail
+TAIL = 0.03  # of the tokens: restoring all norms has to be worth more, between 1 and 5 to 10 %, to explain the tail
+MOST = 0.5  # and those of the tail alone have to do more than this part of what restoring its tokens does
 
 
 def name(axes: Mapping[str, str]) -> str:
@@ -49,6 +50,18 @@ def worth(measured: Sequence[Unit], kl: np.ndarray, sides: str) -> Estimate | No
     lines = np.stack([np.ones(kl.shape[1]), *(known[share] for share in shares[1:-1]), np.zeros(kl.shape[1])])
     falling = np.minimum.accumulate(lines, axis=0)
     return Estimate.of(np.array([np.interp(-x, -line, shares) for x, line in zip(kl[norms], falling.T, strict=True)]))
+
+
+def of_tail(measured: Sequence[Unit], kl: np.ndarray) -> tuple[str, Estimate] | None:
+    """The part of what restoring the worst tokens does that restoring only their norms does, and of the worst how many
+    per cent: the largest share that was measured of both. None where there is none."""
+    both = {"part": "worst", "sides": "K and V"}
+    shares = [unit.axes["share"] for unit in measured if {"restored": "token"}.items() <= unit.axes.items()]
+    for share in sorted(set(shares), key=float, reverse=True):
+        norm, whole = (_find(measured, restored=by, share=share, **both) for by in ("magnitude", "token"))
+        if norm is not None and whole is not None:
+            return share, Estimate.of((1 - kl[norm]) / (1 - kl[whole]))
+    return None
 
 
 def tables(found: Sequence[Row], measured: Sequence[Unit], seed: int) -> str:
@@ -125,47 +138,44 @@ def draw(found: Sequence[Row], measured: Sequence[Unit], seed: int) -> dict[str,
 
 
 def _percent(one: Estimate | None) -> str:
-    return "unknown part" if one is None else f"{one.value:.1%} [{one.low:.1%}, {one.high:.1%}]"
+    return "an unknown part" if one is None else f"{one.value:.1%} [{one.low:.1%}, {one.high:.1%}]"
 
 
 def sentences(found: Sequence[Row], measured: Sequence[Unit], seed: int) -> list[str]:
     """What was asked, what was found, how sure."""
-    rows = {(row["side"], row["regime"]): row for row in found}
+    k = next(row for row in found if (row["side"], row["regime"]) == ("k", "static"))
     kls = {regime: left(measured, regime, seed) for regime in REGIMES}
 
     def in_words(show: Callable[[str], str]) -> str:
         return " and ".join(f"{show(regime)} ({regime})" for regime in REGIMES)
 
-    def of(regime: str, **axes: str) -> str:
-        i = _find(measured, **axes)
-        return "not measured" if i is None else f"×{Estimate.of(kls[regime][i])}"
+    def leaves(**axes: str) -> str:
+        i = _find(measured, **axes, sides="K and V")
+        return "unknown" if i is None else in_words(lambda regime: f"×{Estimate.of(kls[regime][i])}")
 
     worths = {regime: worth(measured, kls[regime], "K and V") for regime in REGIMES}
-    shown = in_words(lambda regime: _percent(worths[regime]))
-    known = [one for one in worths.values() if one is not None]
-    if known and all(one.low >= SURE for one in known):
-        verdict = "so the norm explains what the tail does"
-    elif known and all(one.high <= NOT for one in known):
-        verdict = "so the norm does not explain what the tail does"
+    tails = {regime: of_tail(measured, kls[regime]) for regime in REGIMES}
+    known = [(one, tail[1]) for one, tail in zip(worths.values(), tails.values(), strict=True) if one and tail]
+    if known and all(one.low >= TAIL and tail.low >= MOST for one, tail in known):
+        verdict = "both speak of the same tokens"
+    elif known and all(one.high <= TAIL or tail.high <= MOST for one, tail in known):
+        verdict = "they do not speak of the same tokens"
     else:
-        verdict = "so the norm explains a part of what the tail does, or this text does not tell"
-    k = rows["k", "static"]
-    share = "5"
-    found_ = (
-        f"Found: of K's static error the norm has {k['magnitude_share_100']:.1%} in all and "
-        f"{k['magnitude_share_1']:.1%} among the worst 1 % of tokens (‖k̂‖/‖k‖ {k['norm_ratio_mean']:.3f} "
-        f"±{k['norm_ratio_std']:.3f}); restoring the worst {share} % of tokens leaves KL "
-        f"{in_words(lambda r: of(r, restored='token', share=share, part='worst', sides='K and V'))}, all but those "
-        f"{in_words(lambda r: of(r, restored='token', share=share, part='rest'))}, and all norms of K and V "
-        f"{in_words(lambda r: of(r, restored='magnitude', share='100', sides='K and V'))}, which is worth the worst "
-        f"{shown} of the tokens: {verdict}."
-    )
+        verdict = "this text does not tell whether they speak of the same tokens"
+    parts = {regime: None if tail is None else tail[1] for regime, tail in tails.items()}
+    share = next((tail[0] for tail in tails.values() if tail), "unknown")
     many, size = measured[0].kl["static"].size, measured[0].any["bucket"]
     return [
-        f"Asked: are the largest errors of {measured[0].any['method']} on {measured[0].any['model']} errors of norm, "
-        "and do the same tokens move the output?",
-        found_,
-        f"How sure: factors have 95 % intervals from resampling the same {many} stretches of {size} positions for all "
-        f"restores, norms' parts from {k['layers']} layers ({k['magnitude_share_1_lo']:.1%} to "
-        f"{k['magnitude_share_1_hi']:.1%} of K's worst 1 %); restores are simulated, and it is one text and one model.",
+        f"Asked: “the tail of the error is magnitude” and “the tail drives KL”: of {measured[0].any['method']} on "
+        f"{measured[0].any['model']}, do both speak of the same tokens?",
+        f"Found: {verdict}. Of K's static error the norm has {k['magnitude_share_100']:.1%} in all and "
+        f"{k['magnitude_share_1']:.1%} among the worst 1 % of tokens; restoring the worst {share} % of tokens leaves "
+        f"KL {leaves(restored='token', share=share, part='worst')}; restoring all norms leaves "
+        f"{leaves(restored='magnitude', share='100')}, as the worst {in_words(lambda r: _percent(worths[r]))} of the "
+        f"tokens would, but the norms of the worst {share} % alone do {in_words(lambda r: _percent(parts[r]))} of "
+        f"what restoring these does.",
+        f"How sure: factors and parts have 95 % intervals from resampling the same {many} stretches of {size} "
+        f"positions for all restores, the norm's part of the error from {k['layers']} layers "
+        f"({k['magnitude_share_1_lo']:.1%} to {k['magnitude_share_1_hi']:.1%} of K's worst 1 %); restores are "
+        "simulated, and it is one text and one model.",
     ]

@@ -140,6 +140,20 @@ def test_what_restoring_norms_is_worth_in_tokens() -> None:
         assert found is not None
         np.testing.assert_allclose([found.value, found.low, found.high], share, rtol=1e-6)
         assert error_anatomy_report.worth(measured, kl, "K") is None
+        assert error_anatomy_report.of_tail(measured, kl) is None
+
+
+def test_what_the_norms_of_the_tail_do_of_what_the_tail_does() -> None:
+    both = {"sides": "K and V", "part": "worst"}
+    known = [("nothing", "0", 1.0), ("token", "5", 0.7), ("token", "10", 0.6), ("magnitude", "5", 0.97)]
+    rows = [unit(kl, restored=by, share=share, **both) for by, share, kl in known]
+    measured = ablation.units(
+        [row | {"regime": regime} for row in rows for regime in ablation.REGIMES], error_anatomy_report.AXES
+    )
+    found = error_anatomy_report.of_tail(measured, error_anatomy_report.left(measured, "static", seed=0))
+    assert found is not None
+    assert found[0] == "5"  # the worst 10 % were not measured of both
+    np.testing.assert_allclose([found[1].value, found[1].low, found[1].high], 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +226,8 @@ def test_the_binary_says_what_norms_are_worth_and_goes_on(
     assert run(error_anatomy, [*argv, "--method=kivi:bits=2", "--method=kivi:bits=4"]) == 2
     assert "pass one" in capsys.readouterr().err
     assert run(error_anatomy, argv) == 0
-    shown = capsys.readouterr().out
-    for part in ("• Asked:", "• Found: of K's static error", "which is worth the worst", "• How sure:", "KL left"):
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in ("• Asked:", "• Found:", "Of K's static error", "as the worst", "• How sure:", "KL left"):
         assert part in shown
     rows = read(out)
     anatomy, restores = [row for row in rows if "side" in row], [row for row in rows if "restored" in row]

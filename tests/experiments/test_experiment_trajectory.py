@@ -126,7 +126,7 @@ def test_the_binary_compares_a_method_with_its_control_and_goes_on(
     text.write_text("".join(f"{i} sheep jumped over fence {i * i}. " for i in range(40)))
     argv = [f"--model={model}", f"--text={text}", f"--out={out}", *SMALL, "--method=kivi:bits=2"]
     assert run(trajectory, argv) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     for part in (
         "• Asked:",
         "• Found: the step at which more than 0%",
