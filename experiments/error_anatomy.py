@@ -167,6 +167,7 @@ def body() -> None:
     methods = ablation.methods(["kivi:bits=2"])
     if len(methods) != 1:
         raise ValueError(f"--method is given {len(methods)} times; the anatomy is of one cache, so pass one")
+    oracles.check_rounds(methods)
     given = common.interruptible(lambda: decode.load_inputs(methods))
     (scheme,) = methods.values()
     with decode.open_results(BINARY, given, key=ablation.KEY, of=str(scheme)) as results:

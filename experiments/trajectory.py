@@ -179,6 +179,7 @@ def load() -> decode.Inputs:
     design = METHODS[:1] if quick.QUICK.value else METHODS
     given = common.METHOD.present  # its default is that of another binary
     methods = common.methods() if given else {spec: kvq.scheme(spec, **common.window_flags()) for spec in design}
+    oracles.check_rounds(methods)
     for spec, scheme in methods.items():
         if scheme.reads_own != "raw":
             raise ValueError(f"--method={spec}: reads_own={scheme.reads_own} is not for trajectories; use raw")

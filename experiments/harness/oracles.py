@@ -164,6 +164,13 @@ class ScaleNoise(OracleScheme):
         return _ScaleNoise(quantizer.head_dim, quantizer, self.seed)
 
 
+def check_rounds(methods: Mapping[str, Scheme]) -> None:
+    """Raise ValueError for a method, by its spec, that has no error for an oracle to look at."""
+    for spec, scheme in methods.items():
+        if not scheme.quantizes:
+            raise ValueError(f"--method={spec} rounds nothing, so it has no errors; pass a method that quantizes")
+
+
 def constants(
     scheme: OracleScheme, own: Mapping[str, Any], inner: kvq.Constants | None, model: models.Model
 ) -> kvq.Constants | None:

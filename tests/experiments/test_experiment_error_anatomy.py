@@ -225,6 +225,9 @@ def test_the_binary_says_what_norms_are_worth_and_goes_on(
     argv += ["--group=32", "--skip_positions=128", "--bucket=64", "--quick"]
     assert run(error_anatomy, [*argv, "--method=kivi:bits=2", "--method=kivi:bits=4"]) == 2
     assert "pass one" in capsys.readouterr().err
+    assert run(error_anatomy, [*argv, "--method=fp32"]) == 2
+    assert "rounds nothing" in capsys.readouterr().err
+    assert not out.exists()
     assert run(error_anatomy, argv) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for part in ("• Asked:", "• Found:", "Of K's static error", "as the worst", "• How sure:", "KL left"):

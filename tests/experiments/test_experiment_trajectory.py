@@ -158,6 +158,7 @@ def test_the_binary_compares_a_method_with_its_control_and_goes_on(
     [
         ("--prompt_tokens=112", "leaves nothing of --num_tokens=112 to decode"),
         ("--method=kivi:group=96", "quantizes nothing of --prompt_tokens=96"),
+        ("--method=bf16", "rounds nothing"),
         ("--method=kivi:reads_own=quantized", "use raw"),
     ],
 )
