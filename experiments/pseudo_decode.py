@@ -149,6 +149,13 @@ def measure(given: Inputs, label: str, block: int, title: str) -> list[run.Row]:
         "seconds": time.perf_counter() - start,
         "peak_memory_bytes": environment.peak_memory_bytes(),
         "cache_bytes_16_bit": 4 * batch * count * given.model.config.num_hidden_layers * _numbers_a_token(given.model),
+    }
+    return [row | about | provenance(given, constants) for row in rows]
+
+
+def provenance(given: Inputs, constants: kvq.Constants | None) -> run.Row:
+    """What every row says of where its numbers come from."""
+    return {
         "model": common.MODEL.value,
         "model_digest": given.model.digest,
         "text": common.TEXT.value,
@@ -160,7 +167,6 @@ def measure(given: Inputs, label: str, block: int, title: str) -> list[run.Row]:
         "git_commit": environment.git_commit(),
         "versions": environment.versions(),
     }
-    return [row | about for row in rows]
 
 
 def _numbers_a_token(model: models.Model) -> int:

@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.scipy.special import rel_entr
+
+UNSEEN = -3e38  # finite, so that differences of logits are; its softmax is exactly 0 beside any score
 
 
 def kl_divergence(reference_logits: Array, logits: Array) -> Array:
@@ -15,6 +18,39 @@ def kl_divergence(reference_logits: Array, logits: Array) -> Array:
     a, b = reference_logits.astype(jnp.float32), logits.astype(jnp.float32)
     lse_a, lse_b = jax.nn.logsumexp(a, axis=-1), jax.nn.logsumexp(b, axis=-1)
     return jnp.sum(jnp.exp(a - lse_a[..., None]) * (a - b), axis=-1) - (lse_a - lse_b)
+
+
+def jensen_shannon(p: Array, q: Array) -> Array:
+    """½ KL(p ‖ m) + ½ KL(q ‖ m), m = (p + q)/2, in nats over the last axis: 0 for equal distributions, at most ln 2."""
+    middle = (p + q) / 2
+    return jnp.sum(rel_entr(p, middle) + rel_entr(q, middle), axis=-1) / 2
+
+
+def attention_logits(scores: Array, seen: Array, sinks: Array | None = None) -> Array:
+    """The logits whose softmax over the last axis says how a query attends.
+
+    scores: scaled, float32 `[batch, q_heads, queries, keys]`. seen: bool, broadcastable to it; other keys weigh 0.
+    sinks: `[q_heads]`, an extra logit a head (protocol.py), which becomes the last key. At least one key is seen.
+    """
+    logits = jnp.where(seen, scores, UNSEEN)
+    if sinks is None:
+        return logits
+    extra = jnp.broadcast_to(sinks.astype(logits.dtype)[:, None, None], (*logits.shape[:-1], 1))
+    return jnp.concatenate([logits, extra], axis=-1)
+
+
+def rank_flips(p: Array, q: Array, count: Array | int, most: int) -> Array:
+    """Of the pairs among the `count` largest entries of p `[..., n]`, the part that q puts in the other order.
+
+    This is (1 − τ)/2 with Kendall's τ where neither has ties; a pair that is tied in either does not count as flipped.
+    count: 2 to `most`, the static bound, which is at most n.
+    """
+    top, at = lax.top_k(p, most)
+    other = jnp.take_along_axis(q, at, axis=-1)
+    rank = jnp.arange(most)
+    pairs = (rank[:, None] < rank) & (rank < count)
+    flipped = (top[..., :, None] > top[..., None, :]) & (other[..., :, None] < other[..., None, :])
+    return jnp.sum(flipped & pairs, axis=(-1, -2)) / jnp.sum(pairs)
 
 
 class MagnitudeDirection(NamedTuple):

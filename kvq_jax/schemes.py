@@ -103,6 +103,9 @@ class Scheme(abc.ABC):
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     quantizes: ClassVar[bool] = True
+    packed: ClassVar[bool] = (
+        True  # stored as it would be served; False where an experiment simulates what it asks about
+    )
     needs_constants: ClassVar[bool] = False  # no calibration, no cache
     shows_nan: ClassVar[bool] = True  # a stored token with NaN in it reads back with NaN
     captures: ClassVar[tuple[str, ...]] = ()  # what `calibrate` reads, of k, v, q, k_fisher, v_fisher

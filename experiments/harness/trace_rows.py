@@ -129,7 +129,7 @@ def _row(trace: kvq.Trace, regime: int, counted: np.ndarray, bucket: int, seed: 
         "layers": len(quantized),
         "layers_quantized": int((quantized > 0).sum()),
         "quantized_tokens_by_layer": quantized.tolist(),
-        "packed": True,
+        "packed": trace.scheme.packed,
         "implementation": trace.implementation,
     }
     return row

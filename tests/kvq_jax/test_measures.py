@@ -1,8 +1,10 @@
 """Measures against their formulas in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.spatial
 import scipy.special
 import scipy.stats
 
@@ -45,3 +47,36 @@ def test_vector_errors_of_parts_add_up_and_skip_what_does_not_exist() -> None:
     assert float(total.relative_mse()) == pytest.approx(((kept_hat - kept) ** 2).sum() / (kept**2).sum(), rel=1e-5)
     assert float(total.ratio_mean()) == pytest.approx(ratio.mean(), rel=1e-5)
     assert float(total.ratio_std()) == pytest.approx(ratio.std(), rel=1e-3)
+
+
+def test_jensen_shannon_is_scipys_also_where_a_probability_is_zero() -> None:
+    p, q = RNG.dirichlet(np.full(30, 0.1), size=(2, 6))
+    p[0, :20], q[0, 20:] = 0, 0  # nothing in common
+    p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+    found = measures.jensen_shannon(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32))
+    np.testing.assert_allclose(found, scipy.spatial.distance.jensenshannon(p, q, axis=-1) ** 2, rtol=1e-5)
+    assert float(found[0]) == pytest.approx(np.log(2), rel=1e-6)
+    assert not measures.jensen_shannon(jnp.asarray(p), jnp.asarray(p)).any()
+
+
+def test_attention_logits_are_a_masked_softmax_with_the_sink_as_a_last_key() -> None:
+    scores, seen = RNG.normal(size=(2, 3, 1, 5)), np.array([True, True, False, True, False])
+    p = jax.nn.softmax(measures.attention_logits(jnp.asarray(scores, jnp.float32), jnp.asarray(seen)))
+    np.testing.assert_allclose(p, scipy.special.softmax(np.where(seen, scores, -np.inf), -1), rtol=1e-6)
+    sinks = RNG.normal(size=3)
+    with_sink = np.concatenate([np.where(seen, scores, -np.inf), np.tile(sinks[:, None, None], (2, 1, 1, 1))], -1)
+    logits = measures.attention_logits(*(jnp.asarray(x) for x in (scores, seen, sinks)))
+    np.testing.assert_allclose(jax.nn.softmax(logits), scipy.special.softmax(with_sink, -1), rtol=1e-6)
+    assert float(measures.kl_divergence(logits, logits).max()) == 0  # of keys that nobody sees, too
+
+
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_rank_flips_are_kendalls_tau_among_the_largest(count: int) -> None:
+    p, q = RNG.dirichlet(np.ones(40), size=(2, 7))
+    found = measures.rank_flips(*(jnp.asarray(x, jnp.float32) for x in (p, q)), count, most=8)
+    for row, a, b in zip(found, p, q, strict=True):
+        top = np.argsort(-a)[:count]
+        assert float(row) == pytest.approx((1 - scipy.stats.kendalltau(a[top], b[top]).statistic) / 2, abs=1e-6)
+    assert not measures.rank_flips(jnp.asarray(p), jnp.asarray(p), count, most=8).any()
+    backwards = measures.rank_flips(jnp.asarray(p), -jnp.asarray(p), count, most=8)
+    np.testing.assert_array_equal(backwards, 1)
