@@ -1,0 +1,70 @@
+"""Rates of right answers: intervals of one rate, and paired comparisons of two methods on the same questions."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+
+Z = 1.959963984540054  # of 95 %
+
+
+class Interval(NamedTuple):
+    """An estimate with its 95 % interval; NaN where there is too little."""
+
+    value: float
+    low: float
+    high: float
+
+
+def wilson(right: int, of: int) -> Interval:
+    """A rate with Wilson's score interval (JASA 22:209, 1927): it holds for few questions, and at 0 and 1."""
+    if not 0 <= right <= of or of < 1:
+        raise ValueError(f"right={right} of={of}: one question at least, and no more right answers than questions")
+    rate, weight = right / of, Z * Z / of
+    centre = (rate + weight / 2) / (1 + weight)
+    half = Z * math.sqrt(rate * (1 - rate) / of + weight / (4 * of)) / (1 + weight)
+    return Interval(rate, max(centre - half, 0.0), min(centre + half, 1.0))
+
+
+def paired_difference(a: ArrayLike, b: ArrayLike, *, seed: int, resamples: int = 2000) -> Interval:
+    """mean a − mean b by a bootstrap over the first axis `[units, ...]` (texts, problems): one draw of units serves
+    both, and whatever a unit holds (questions, seeds) is drawn together."""
+    difference = np.asarray(a, np.float64) - np.asarray(b, np.float64)
+    means = difference.reshape(len(difference), -1).mean(axis=1)
+    return bootstrap(means, seed=seed, resamples=resamples)
+
+
+def bootstrap(means: np.ndarray, *, seed: int, resamples: int = 2000) -> Interval:
+    """The mean over units, with the percentile interval of its resamples."""
+    if len(means) < 2:
+        return Interval(float(means.mean()), float("nan"), float("nan"))
+    drawn = np.random.default_rng(seed).integers(len(means), size=(resamples, len(means)))
+    low, high = np.quantile(means[drawn].mean(axis=1), [0.025, 0.975])
+    return Interval(float(means.mean()), float(low), float(high))
+
+
+def spearman(x: ArrayLike, y: ArrayLike, *, seed: int, resamples: int = 1000) -> Interval:
+    """Spearman's rank correlation of x and y `[units, ...]`, of all their entries; the interval draws units. NaN where
+    either is constant."""
+    x, y = (np.asarray(one, np.float64).reshape(len(np.asarray(one)), -1) for one in (x, y))
+
+    def of(index: np.ndarray) -> float:
+        a, b = stats.rankdata(x[index].ravel()), stats.rankdata(y[index].ravel())
+        return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) > 0 and np.ptp(b) > 0 else float("nan")
+
+    value, units = of(np.arange(len(x))), len(x)
+    if units < 2 or math.isnan(value):
+        return Interval(value, float("nan"), float("nan"))
+    generator = np.random.default_rng(seed)
+    drawn = np.array([of(generator.integers(units, size=units)) for _ in range(resamples)])
+    low, high = np.nanquantile(drawn, [0.025, 0.975])
+    return Interval(value, float(low), float(high))
+
+
+def percent(interval: Interval) -> str:
+    """`75 % [41, 93]`."""
+    if math.isnan(interval.low):
+        return f"{interval.value:.0%}".replace("%", " %")
+    return f"{100 * interval.value:.0f} % [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
