@@ -126,26 +126,13 @@ def _block(
 _read_block = functools.partial(jax.jit, static_argnames=("runs", "implementation", "scored"))(_block)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("runs", "implementation", "sampled"), donate_argnames=("state",)
-)  # the caches are updated in place
+@functools.partial(jax.jit, static_argnames=("runs", "implementation"), donate_argnames="state")  # updated in place
 def _step(
-    forward: Forward,
-    state: State,
-    going: Array,  # bool [rows]: rows that have not stopped; the others read nothing
-    tokens: Array,
-    keys: Array,  # [rows]
-    temperature: Array,
-    *,
-    runs: tuple[Run, ...],
-    implementation: str,
-    sampled: bool,
-) -> tuple[State, Array]:
-    """Read one token a row, and choose the next."""
-    state, _ = _block(
-        forward, state, tokens[:, None], going[:, None], runs=runs, implementation=implementation, scored=False
-    )
-    return state, _choose(state.logits, state.length, keys, temperature, sampled)
+    forward: Forward, state: State, going: Array, tokens: Array, *, runs: tuple[Run, ...], implementation: str
+) -> State:
+    """Read one token `[rows]` of the rows that are going on."""
+    how: dict[str, Any] = {"runs": runs, "implementation": implementation, "scored": False}
+    return _block(forward, state, tokens[:, None], going[:, None], **how)[0]
 
 
 @functools.partial(jax.jit, static_argnames="sampled")
@@ -243,7 +230,7 @@ def generate(
     state = jax.tree.map(jnp.copy, state)
     out: list[list[int]] = [[] for _ in range(rows)]
     going = np.ones(rows, bool)
-    how: dict[str, Any] = {"runs": reader.runs, "implementation": reader.implementation, "sampled": sampled}
+    how: dict[str, Any] = {"runs": reader.runs, "implementation": reader.implementation}
     for done in range(1, most + 1):
         for i, one in enumerate(np.asarray(token)):
             if going[i]:
@@ -253,8 +240,24 @@ def generate(
             progress(done if going.any() else most, most)
         if done == most or not going.any():
             break
-        state, token = _step(reader.forward, state, going, token, keys, warm, **how)
+        state = _step(reader.forward, state, going, token, **how)
+        token = _choose(state.logits, state.length, keys, warm, sampled)
     return out
+
+
+def repeated(state: State, rows: int) -> State:
+    """The state of one sequence, `rows` times: what follows a common beginning is read side by side."""
+    index = jnp.zeros(rows, jnp.int32)
+
+    def one(cache: Cache) -> Cache:
+        return kvq.select_rows(cache, index)
+
+    caches = tuple(
+        one(c) if stacked is None else jax.vmap(one)(c)
+        for c, stacked in zip(state.caches, _stacked(state), strict=True)
+    )
+    logits = None if state.logits is None else state.logits[index]
+    return State(caches, state.length[index], logits)
 
 
 def _stacked(state: State) -> list[int | None]:

@@ -28,21 +28,33 @@ def wilson(right: int, of: int) -> Interval:
     return Interval(rate, max(centre - half, 0.0), min(centre + half, 1.0))
 
 
-def paired_difference(a: ArrayLike, b: ArrayLike, *, seed: int, resamples: int = 2000) -> Interval:
+def paired_difference(
+    a: ArrayLike, b: ArrayLike, *, seed: int, resamples: int = 2000, within: bool = False
+) -> Interval:
     """mean a − mean b by a bootstrap over the first axis `[units, ...]` (texts, problems): one draw of units serves
-    both, and whatever a unit holds (questions, seeds) is drawn together."""
-    difference = np.asarray(a, np.float64) - np.asarray(b, np.float64)
-    means = difference.reshape(len(difference), -1).mean(axis=1)
-    return bootstrap(means, seed=seed, resamples=resamples)
+    both. What a unit holds is drawn with it, or `within` also drawn anew (`[units, seeds]`)."""
+    return bootstrap(
+        np.asarray(a, np.float64) - np.asarray(b, np.float64), seed=seed, resamples=resamples, within=within
+    )
 
 
-def bootstrap(means: np.ndarray, *, seed: int, resamples: int = 2000) -> Interval:
-    """The mean over units, with the percentile interval of its resamples."""
-    if len(means) < 2:
-        return Interval(float(means.mean()), float("nan"), float("nan"))
-    drawn = np.random.default_rng(seed).integers(len(means), size=(resamples, len(means)))
-    low, high = np.quantile(means[drawn].mean(axis=1), [0.025, 0.975])
-    return Interval(float(means.mean()), float(low), float(high))
+def bootstrap(x: ArrayLike, *, seed: int, resamples: int = 2000, within: bool = False) -> Interval:
+    """The mean of x `[units, ...]`, with the percentile interval of resamples of its units; `within`: and of what each
+    unit that was drawn holds."""
+    x = np.asarray(x, np.float64)
+    x = x.reshape(len(x), -1)
+    units, size = x.shape
+    if units < 2:
+        return Interval(float(x.mean()), float("nan"), float("nan"))
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(units, size=(resamples, units))
+    if within:
+        inner = generator.integers(size, size=(resamples, units, size))
+        means = x[drawn[..., None], inner].mean(axis=(1, 2))
+    else:
+        means = x.mean(axis=1)[drawn].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Interval(float(x.mean()), float(low), float(high))
 
 
 def spearman(x: ArrayLike, y: ArrayLike, *, seed: int, resamples: int = 1000) -> Interval:

@@ -63,7 +63,7 @@ def load(needed: int, *, scan: bool) -> Given:
         raise ValueError(f"no --method that quantizes was given; known: {', '.join(kvq.list_schemes())}")
     config = open_checkpoint(flags.MODEL.value).config
     if needed > (limit := config.max_position_embeddings):
-        raise ValueError(f"sequences of {needed} tokens are beyond the context of {flags.MODEL.value}, {limit}")
+        raise ValueError(f"sequences of {needed} tokens are beyond the {limit} of the context of {flags.MODEL.value}")
     scan = scan and len(set(config.sliding_windows)) == 1
     if flags.SCAN_LAYERS.value is not None:
         scan = flags.SCAN_LAYERS.value
