@@ -34,11 +34,11 @@ INSTALL = "pip install lm-eval==0.4.13"
 OWN_TASKS = Path(__file__).parent / "lm_eval_tasks"
 flags.adopt_module_key_flags(common)
 flags.adopt_module_key_flags(quick)
+flags.adopt_module_key_flags(tasks)
 TASKS = flags.DEFINE_multi_string("tasks", ["hidden_facts"], "Names of the harness's tasks. Repeat for several.")
 INCLUDE_PATH = flags.DEFINE_multi_string("include_path", [], "Folders with YAML files of tasks of one's own.")
 LIMIT = flags.DEFINE_integer("limit", 32, "Documents of each task; 0: all.", lower_bound=0)
 NUM_FEWSHOT = flags.DEFINE_integer("num_fewshot", None, "Examples before a document; default: the task's own.", 0)
-READ = flags.DEFINE_integer("read_block", 64, "Tokens of a context that are read at a time.", lower_bound=1)
 PREFIX = flags.DEFINE_string("prefix", "<|endoftext|>", "Stands before what has no context, where there is no BOS.")
 KEY = ("task", "metric", "method")
 
@@ -104,9 +104,14 @@ def measure(given: tasks.Given, label: str, task: str, manager: Any, title: str)
     """One unit of work: a row for each metric."""
     start = time.perf_counter()
     answers = Answers(
-        given, label, batch=common.BATCH.value, block=READ.value, prefix=PREFIX.value, limit=common.NUM_TOKENS.value
+        given,
+        label,
+        batch=common.BATCH.value,
+        block=tasks.READ.value,
+        prefix=PREFIX.value,
+        limit=common.NUM_TOKENS.value,
     )
-    with Progress(title, unit="batch") as answers.progress:
+    with Progress(title, unit="group") as answers.progress:
         metrics = common.interruptible(lambda: evaluate(answers, task, manager))
     if given.scheme(label).quantizes and not answers.quantized:
         raise ValueError(
@@ -118,11 +123,9 @@ def measure(given: tasks.Given, label: str, task: str, manager: Any, title: str)
     rows = []
     for metric, value in metrics.items():
         each = value if isinstance(value, np.ndarray) else None
-        found = (
-            proportions.Interval(float(value), math.nan, math.nan)
-            if each is None
-            else proportions.bootstrap(each, seed=common.SEED.value)
-        )
+        found = proportions.Interval(float(value), math.nan, math.nan)
+        if each is not None:
+            found = proportions.mean(each, seed=common.SEED.value)
         row: run.Row = {"task": task, "metric": metric, "value": found.value, "value_lo": found.low}
         row |= {"value_hi": found.high, "documents": None if each is None else len(each), "value_each": each}
         rows.append(row | about)
@@ -205,7 +208,12 @@ def body() -> None:
                 f"--tasks={task} is unknown to the harness; with --include_path, a folder with its YAML file"
             )
     given = common.interruptible(lambda: tasks.load(common.NUM_TOKENS.value, scan=True))
-    design = {"limit": LIMIT.value, "num_fewshot": NUM_FEWSHOT.value, "read_block": READ.value, "prefix": PREFIX.value}
+    design = {
+        "limit": LIMIT.value,
+        "num_fewshot": NUM_FEWSHOT.value,
+        "read_block": tasks.READ.value,
+        "prefix": PREFIX.value,
+    }
     versions = {"lm_eval": importlib.metadata.version("lm-eval"), **common.window_flags()}
     with tasks.open_results(BINARY, given, key=KEY, **design, **versions) as results:
         units = [(task, label) for task in dict.fromkeys(TASKS.value) for label in (tasks.REFERENCE, *given.methods)]

@@ -76,7 +76,7 @@ class Answers:
             yield part[:real], state
             self._report(i + 1, len(parts))
 
-    def loglikelihood(self, requests: Sequence[Request], **_: Any) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Request], **unused: Any) -> list[tuple[float, bool]]:
         """(ln p of the continuation in nats, whether it is what greedy decoding gives) of each request."""
         wanted: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
         longest = 0
@@ -97,7 +97,7 @@ class Answers:
                         found[i] = (float(one), bool(same))
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Request], **_: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Request], **unused: Any) -> list[float]:
         """ln p of each whole text in nats, after the prefix; a text beyond --num_tokens in windows that do not
         overlap, each after the last token of the one before."""
         pieces: list[tuple[int, tuple[int, ...], list[int]]] = []
@@ -125,28 +125,27 @@ class Answers:
             self._report(done + 1, len(parts))
         return total
 
-    def generate_until(self, requests: Sequence[Request], **_: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[Request], **unused: Any) -> list[str]:
         """Greedy text after each context, up to the first of its stops. Raises ValueError for sampling."""
-        groups: dict[tuple[tuple[str, ...], int], list[int]] = {}
+        groups: dict[tuple[tuple[str, ...], int], dict[tuple[int, ...], list[int]]] = {}
         for i, request in enumerate(requests):
-            groups.setdefault(options(request.args[1]), []).append(i)
+            group = groups.setdefault(options(request.args[1]), {})
+            context = self.tokenizer.encode(request.args[0]) or self.first
+            group.setdefault(self._fit(context, options(request.args[1])[1]), []).append(i)
         found = [""] * len(requests)
         for (stops, most), members in groups.items():
-            after: dict[tuple[int, ...], list[int]] = {}
-            for i in members:
-                context = self.tokenizer.encode(requests[i].args[0]) or list(self.first)
-                after.setdefault(self._fit(context, most), []).append(i)
 
             def stop(tokens: list[int], stops: tuple[str, ...] = stops) -> bool:
                 text = self.tokenizer.decode(tokens)
                 return any(one in text for one in stops)
 
-            for contexts, state in self._states(list(after), most):
+            for contexts, state in self._states(list(members), most):
                 out = generation.generate(self.reader, state, most=most, stop=stop)
                 for context, tokens in zip(contexts, out, strict=False):
                     text = self.tokenizer.decode(tokens)
-                    for i in after[context]:
-                        found[i] = text[: min([text.find(one) for one in stops if one in text], default=len(text))]
+                    end = min((text.find(one) for one in stops if one in text), default=len(text))
+                    for i in members[context]:
+                        found[i] = text[:end]
         return found
 
 

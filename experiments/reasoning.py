@@ -27,6 +27,7 @@ from models.registry import open_checkpoint
 BINARY = "reasoning"
 flags.adopt_module_key_flags(common)
 flags.adopt_module_key_flags(quick)
+flags.adopt_module_key_flags(tasks)
 # What SmolLM2-135M is clearly above zero at: one-digit sums, and short lists of words to reverse.
 DEFAULT = [
     "gym:chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1",
@@ -45,7 +46,6 @@ MAX_RESPONSE = flags.DEFINE_integer("max_response", 32, "Tokens of a response.",
 STOP = flags.DEFINE_multi_string(
     "stop", ["\n\n", "\nQuestion:", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>"], "What ends a response."
 )
-READ = flags.DEFINE_integer("read_block", 64, "Tokens that are read at a time.", lower_bound=1)
 KEY = ("problems", "method", "response_seed")
 
 
@@ -73,12 +73,12 @@ def respond(given: tasks.Given, work: Work, label: str, response_seed: int, prog
     size = min(common.BATCH.value, len(work.prompts))
     state = reader.empty(1, capacity)
     if work.examples:
-        state = generation.read(reader, state, [work.examples], block=READ.value)
+        state = generation.read(reader, state, [work.examples], block=tasks.READ.value)
     state = generation.repeated(state, size)
     out: list[list[int]] = []
     numbers = tasks.chunks(range(len(work.prompts)), size)
     for i, part in enumerate(numbers):
-        asked = generation.read(reader, state, [work.prompts[n] for n in part], block=READ.value)
+        asked = generation.read(reader, state, [work.prompts[n] for n in part], block=tasks.READ.value)
         tasks.check_quantized(label, given.scheme(label), asked)
 
         def count(done: int, of: int, i: int = i) -> None:
@@ -137,7 +137,7 @@ def body() -> None:
     for work in works:
         tasks.check_reads(given, work.longest, f"--problems={work.source.name}")
     design = how | {"max_response": MAX_RESPONSE.value, "temperature": TEMPERATURE.value, "stop": STOP.value}
-    design |= {"read_block": READ.value, **common.window_flags()}
+    design |= {"read_block": tasks.READ.value, **common.window_flags()}
     with tasks.open_results(BINARY, given, key=KEY, **design) as results:
         print(report.introduction(common.MODEL.value, given, works[0].source, COUNT.value, SEEDS.value))
         units = [

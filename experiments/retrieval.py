@@ -28,6 +28,7 @@ from experiments.harness.progress import Progress
 BINARY = "retrieval"
 flags.adopt_module_key_flags(common)
 flags.adopt_module_key_flags(quick)
+flags.adopt_module_key_flags(tasks)
 LENGTH = flags.DEFINE_multi_integer("length", [512, 1024], "Tokens of a context. Repeat for several.", lower_bound=32)
 DEPTHS = flags.DEFINE_integer("depths", 5, "Facts of a context that are asked for.", lower_bound=1)
 CONTEXTS = flags.DEFINE_integer("contexts", 8, "Contexts of each length and family.", lower_bound=2)
@@ -35,7 +36,6 @@ FAMILY = flags.DEFINE_multi_enum("family", list(prompts.FAMILIES), list(prompts.
 MIN_REFERENCE = flags.DEFINE_float(
     "min_reference", 0.8, "A family is used where the unquantized model answers this part.", 0.0, 1.0
 )
-READ = flags.DEFINE_integer("read_block", 128, "Tokens of a context that are read at a time.", lower_bound=1)
 QUESTION_BLOCK, ANSWER_BLOCK = 16, 8  # question and answer are filled up to multiples, so that few programs compile
 REGIMES = ("static", "accumulated")
 KEY = ("family", "length", "method", "regime", "depth")
@@ -56,7 +56,9 @@ class Cell:
         reader = self.given.reader(label)
         for part in self.parts:
             rows = [context.tokens for context in part]
-            yield generation.read(reader, reader.empty(len(rows), capacity()), rows, block=READ.value, progress=report)
+            yield generation.read(
+                reader, reader.empty(len(rows), capacity()), rows, block=tasks.READ.value, progress=report
+            )
 
     def exact(self, report: generation.Report | None) -> list[generation.State]:
         """Of the unquantized model; read once."""
@@ -175,7 +177,12 @@ def body() -> None:
     given = common.interruptible(lambda: tasks.load(capacity(), scan=True))
     tasks.check_reads(given, min(LENGTH.value) * 7 // 8, "--length")
     ids = given.model.tokenizer.encode(text)
-    design = {"depths": DEPTHS.value, "contexts": CONTEXTS.value, "read_block": READ.value, **common.window_flags()}
+    design = {
+        "depths": DEPTHS.value,
+        "contexts": CONTEXTS.value,
+        "read_block": tasks.READ.value,
+        **common.window_flags(),
+    }
     cells = [(family, length) for family in dict.fromkeys(FAMILY.value) for length in dict.fromkeys(LENGTH.value)]
     # One capacity for all lengths: which lengths are asked for does not change a number, and nothing compiles twice.
     with tasks.open_results(

@@ -57,6 +57,13 @@ def bootstrap(x: ArrayLike, *, seed: int, resamples: int = 2000, within: bool = 
     return Interval(float(x.mean()), float(low), float(high))
 
 
+def mean(x: ArrayLike, *, seed: int) -> Interval:
+    """The mean of x `[units]`: Wilson's interval where all are 0 or 1, whose resamples may all be alike; else the
+    bootstrap's."""
+    x = np.asarray(x, np.float64)
+    return wilson(int(x.sum()), x.size) if np.isin(x, (0, 1)).all() else bootstrap(x, seed=seed)
+
+
 def spearman(x: ArrayLike, y: ArrayLike, *, seed: int, resamples: int = 1000) -> Interval:
     """Spearman's rank correlation of x and y `[units, ...]`, of all their entries; the interval draws units. NaN where
     either is constant."""

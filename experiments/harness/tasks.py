@@ -16,6 +16,7 @@ from kvq_jax.schemes import full_precision
 from models.registry import open_checkpoint
 
 REFERENCE = "reference"  # the label of the unquantized model
+READ = flags.flags.DEFINE_integer("read_block", 64, "Tokens of a context that are read at a time.", lower_bound=1)
 METHODS = ["kivi:bits=2", "hadamard:bits=2", "kvarn:bits=2", "tile", "ultraquant"]
 
 
@@ -27,9 +28,10 @@ class Given:
     methods: dict[str, kvq.Scheme]  # by the spec as it was typed; without the reference
     constants: dict[str, kvq.Constants]
     implementation: str
+    dtype: str = "float32"  # of the model and the caches
 
     def scheme(self, label: str) -> kvq.Scheme:
-        return full_precision(flags.DTYPE.value) if label == REFERENCE else self.methods[label]
+        return full_precision(self.dtype) if label == REFERENCE else self.methods[label]
 
     def reader(self, label: str) -> generation.Reader:
         """The model as it reads through a method."""
@@ -38,7 +40,7 @@ class Given:
             self.model.forward,
             scheme,
             constants=self.constants.get(scheme.calibrated()),
-            dtype=flags.DTYPE.value,
+            dtype=self.dtype,
             implementation=self.implementation,
         )
 
@@ -69,7 +71,7 @@ def load(needed: int, *, scan: bool) -> Given:
         scan = flags.SCAN_LAYERS.value
     model = models.load(flags.MODEL.value, dtype=flags.DTYPE.value, scan_layers=scan, context=needed)
     constants = inputs.load_constants(methods.values(), model)
-    given = Given(model, methods, constants, kvq.resolve_implementation(flags.IMPLEMENTATION.value))
+    given = Given(model, methods, constants, kvq.resolve_implementation(flags.IMPLEMENTATION.value), flags.DTYPE.value)
     for label in methods:
         try:
             jax.eval_shape(functools.partial(given.reader(label).empty, 1, needed))
