@@ -119,13 +119,14 @@ def measure(given: tasks.Given, label: str, task: str, manager: Any, title: str)
             "smaller --sink, --recent or --group, a larger --num_fewshot, or another task"
         )
     about = {"quantized": answers.quantized / max(answers.cached, 1), "contexts_cut": answers.cut}
-    about |= {"seconds_of_unit": time.perf_counter() - start} | tasks.about(given, label)
+    about |= {"seconds": time.perf_counter() - start} | tasks.about(given, label)
     rows = []
     for metric, value in metrics.items():
         each = value if isinstance(value, np.ndarray) else None
-        found = proportions.Interval(float(value), math.nan, math.nan)
-        if each is not None:
-            found = proportions.mean(each, seed=common.SEED.value)
+        if isinstance(value, np.ndarray):
+            found = proportions.mean(value, seed=common.SEED.value)
+        else:
+            found = proportions.Interval(value, math.nan, math.nan)
         row: run.Row = {"task": task, "metric": metric, "value": found.value, "value_lo": found.low}
         row |= {"value_hi": found.high, "documents": None if each is None else len(each), "value_each": each}
         rows.append(row | about)

@@ -11,10 +11,8 @@ import numpy as np
 
 from experiments.harness import generation, tasks
 
-SCORED, ROUND = (
-    16,
-    64,
-)  # tokens of a continuation at a time; caches have room for multiples, so that few programs compile
+SCORED = 16  # tokens of a continuation at a time
+ROUND = 128  # caches have room for multiples of this many tokens, so that few programs compile
 GENERATED = 256  # tokens, where a request does not say; the harness's own default
 GREEDY = {"do_sample": (False, None), "temperature": (0, 0.0, None), "top_p": (1, 1.0, None), "num_beams": (1, None)}
 

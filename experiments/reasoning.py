@@ -68,7 +68,7 @@ def cut(text: str) -> tuple[str, bool]:
 
 def respond(given: tasks.Given, work: Work, label: str, response_seed: int, progress: Progress) -> list[list[int]]:
     """The tokens of one response to each problem; drawn by problem and seed, whatever the method."""
-    capacity = -(-work.longest // 64) * 64
+    capacity = -(-work.longest // 128) * 128
     reader, decode = given.reader(label), given.model.tokenizer.decode
     size = min(common.BATCH.value, len(work.prompts))
     state = reader.empty(1, capacity)
@@ -112,7 +112,7 @@ def measure(given: tasks.Given, work: Work, label: str, response_seed: int, titl
     row["ended"] = float(np.mean([ended for _, ended in texts]))  # the others were cut at --max_response
     row |= {"solved_each": solved, "response_tokens_each": lengths, "responses": [text for text, _ in texts]}
     row |= {"temperature": TEMPERATURE.value, "example_tokens": len(work.examples)}
-    return row | {"seconds_of_unit": time.perf_counter() - start} | tasks.about(given, label)
+    return row | {"seconds": time.perf_counter() - start} | tasks.about(given, label)
 
 
 def quick_flags() -> None:

@@ -156,7 +156,8 @@ def sentences(measured: Sequence[Unit], seed: int) -> list[str]:
         for unit in others:
             right, longer = (against(unit, reference, what, seed) for what in ("solved", "tokens"))
             parts.append(f"{unit.label} {_number(right, '+.0f', 100)} points, {longer.value:+.1f} tokens")
-        said.append(f"{_short(problems)}, reference {reference.solved.mean():.0%}: {'; '.join(parts)}")
+        few = "" if reference.accuracy(seed).low > 0.05 else " (too few to lose)"
+        said.append(f"{_short(problems)}, reference {reference.solved.mean():.0%}{few}: {'; '.join(parts)}")
         lost = [unit.label for unit in others if against(unit, reference, "solved", seed).high < 0]
         sure.append(
             f"on {_short(problems)} {', '.join(lost) or 'no method'} loses right answers beyond chance, of "

@@ -136,7 +136,7 @@ def measure(cell: Cell, label: str, regime: str, title: str) -> list[run.Row]:
     start = time.perf_counter()
     with Progress(title, unit="question") as progress:
         found, quantized = common.interruptible(lambda: answers(cell, label, regime, progress))
-    about = tasks.about(cell.given, label) | {"seconds_of_unit": time.perf_counter() - start}
+    about = tasks.about(cell.given, label) | {"seconds": time.perf_counter() - start}
     rows = []
     for depth, of_depth in enumerate(found):
         row: run.Row = {"family": cell.family, "length": cell.length, "regime": regime, "depth": depth}

@@ -11,7 +11,7 @@ import models
 from experiments.harness import generation
 
 ROWS = [list(b"The quick brown fox jumped over the lazy dog, twice!"), list(b"A row that is shorter."), list(b"Short")]
-NEW, ROOM, BLOCK = 6, 96, 16
+NEW, ROOM, BLOCK = 6, 128, 16
 SCHEME = kvq.scheme("kivi:bits=2,subgroup=8", sink=4, recent=0, group=8)
 
 
@@ -136,8 +136,8 @@ def test_rows_that_begin_alike_are_read_on_side_by_side(quantized: generation.Re
 
 def test_what_cannot_be_is_said(exact: generation.Reader) -> None:
     state = read(exact, ROWS)
-    with pytest.raises(ValueError, match="capacity=96"):
-        generation.generate(exact, state, most=60, stop=never)
+    with pytest.raises(ValueError, match="capacity=128"):
+        generation.generate(exact, state, most=100, stop=never)
     with pytest.raises(ValueError, match="a seed for each"):
         generation.generate(exact, state, most=2, stop=never, temperature=1.0, seeds=[1])
     with pytest.raises(ValueError, match="2 sequences"):

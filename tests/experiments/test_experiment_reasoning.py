@@ -14,8 +14,8 @@ from experiments import reasoning as binary
 from experiments import reasoning_problems, reasoning_report
 from experiments.harness import tasks
 
-METHOD = "kivi:bits=2,subgroup=16"
-TIMES = {"seconds_of_unit"}
+METHOD = "kivi:bits=2,subgroup=8"
+TIMES = {"seconds"}
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,17 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(model: Path, problems: Path, out: Path, *more: str) -> list[str]:
-    common = [f"--model={model}", f"--problems={problems}", f"--out={out}", f"--method={METHOD}", "--batch=2"]
-    return [*common, "--sink=4", "--recent=0", "--group=16", "--max_response=8", "--temperature=1", *more]
+    common = [f"--model={model}", f"--problems={problems}", f"--out={out}", f"--method={METHOD}", "--batch=3"]
+    return [
+        *common,
+        "--sink=4",
+        "--recent=0",
+        "--group=8",
+        "--read_block=16",
+        "--max_response=8",
+        "--temperature=1",
+        *more,
+    ]
 
 
 def read(out: Path) -> list[dict[str, Any]]:
