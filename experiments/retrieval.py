@@ -36,7 +36,7 @@ FAMILY = flags.DEFINE_multi_enum("family", list(prompts.FAMILIES), list(prompts.
 MIN_REFERENCE = flags.DEFINE_float(
     "min_reference", 0.8, "A family is used where the unquantized model answers this part.", 0.0, 1.0
 )
-QUESTION_BLOCK, ANSWER_BLOCK = 16, 8  # question and answer are filled up to multiples, so that few programs compile
+ASKED = 8  # question and answers are read so many tokens at a time, by one program
 REGIMES = ("static", "accumulated")
 KEY = ("family", "length", "method", "regime", "depth")
 
@@ -79,7 +79,7 @@ class Cell:
 
 def capacity() -> int:
     """Tokens of the longest context, its question and its answer."""
-    return max(LENGTH.value) + 4 * QUESTION_BLOCK + 2 * ANSWER_BLOCK
+    return max(LENGTH.value) + 80
 
 
 class Answers(NamedTuple):
@@ -99,10 +99,10 @@ def right(answer: str, generated: str) -> bool:
 def ask(given: tasks.Given, label: str, state: generation.State, asked: Sequence[prompts.Question]) -> Answers:
     """One question a row: whether the answer was generated, whether it was ranked first, and ln p of it."""
     encode, decode, reader = given.model.tokenizer.encode, given.model.tokenizer.decode, given.reader(label)
-    state = generation.read(reader, state, [one.prompt for one in asked], block=QUESTION_BLOCK)
+    state = generation.read(reader, state, [one.prompt for one in asked], block=ASKED)
     candidates = [[encode(" " + one) for one in question.candidates] for question in asked]
     scores = np.stack(
-        [generation.score(reader, state, one, block=ANSWER_BLOCK)[0] for one in zip(*candidates, strict=True)], axis=1
+        [generation.score(reader, state, one, block=ASKED)[0] for one in zip(*candidates, strict=True)], axis=1
     )  # [rows, candidates], the answer first
     most = max(len(row[0]) for row in candidates) + 1
 

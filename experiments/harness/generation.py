@@ -22,6 +22,7 @@ from kvq_jax.layers import CachedAttention, Run, append_run, constants_of_runs, 
 from kvq_jax.protocol import Forward, LazyLogits
 from kvq_jax.schemes import full_precision
 
+FEW = 16  # tokens of a block whose logits cost less than compiling a program without them
 Rows = Sequence[Sequence[int]]  # token ids of each row
 Report = Callable[[int, int], None]  # (done, of)
 
@@ -173,7 +174,8 @@ def _read(
     _room(state, [len(row) for row in rows])
     tokens, exists = padded(rows, block)
     found, blocks = [], tokens.shape[1] // block
-    how: dict[str, Any] = {"runs": reader.runs, "implementation": reader.implementation, "scored": scored}
+    how: dict[str, Any] = {"runs": reader.runs, "implementation": reader.implementation}
+    how["scored"] = scored or block <= FEW
     for i in range(blocks):
         part = slice(i * block, (i + 1) * block)
         state, of_block = _read_block(reader.forward, state, tokens[:, part], exists[:, part], **how)

@@ -25,7 +25,7 @@ def wilson(right: int, of: int) -> Interval:
     rate, weight = right / of, Z * Z / of
     centre = (rate + weight / 2) / (1 + weight)
     half = Z * math.sqrt(rate * (1 - rate) / of + weight / (4 * of)) / (1 + weight)
-    return Interval(rate, max(centre - half, 0.0), min(centre + half, 1.0))
+    return Interval(rate, 0.0 if right == 0 else centre - half, 1.0 if right == of else centre + half)
 
 
 def paired_difference(

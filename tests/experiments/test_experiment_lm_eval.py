@@ -22,7 +22,12 @@ from experiments.harness import generation, tasks
 from experiments.lm_eval_requests import SCORED, Answers, options
 
 KIVI = "kivi:bits=2,subgroup=8"
-CONTEXTS = ("The quick brown fox jumped over the lazy dog, once", "Sheep may safely graze where a good shepherd is")
+# Three rows in every batch, so that few programs compile.
+CONTEXTS = (
+    "The quick brown fox jumped over the lazy dog, once",
+    "Sheep may safely graze where a good shepherd is",
+    "A third",
+)
 PAIRS = [
     (CONTEXTS[0], " and for all"),
     (CONTEXTS[1], " watching"),
@@ -62,7 +67,7 @@ def test_an_exact_cache_gives_the_plain_forward_and_a_quantized_one_does_not(giv
     np.testing.assert_allclose([nats for nats, _ in found], wanted, rtol=1e-4, atol=1e-3)
     assert not any(greedy for _, greedy in found)
     assert exact.quantized == 0
-    assert exact.cached == len(CONTEXTS[0]) + len(CONTEXTS[1]) + 1  # contexts that are shared are read once
+    assert exact.cached == len(CONTEXTS[0]) + len(CONTEXTS[1]) + 1  # the prefix; contexts that are shared are read once
 
     through = answers(given, KIVI)
     moved = through.loglikelihood(requests(*PAIRS))
@@ -83,8 +88,8 @@ def test_greedy_text_is_that_of_a_plain_loop_and_stops(given: tasks.Given) -> No
     how = {"until": [], "max_gen_toks": 6, "do_sample": False, "temperature": 0.0}
     assert exact.generate_until(requests(*((c, how) for c in CONTEXTS))) == texts
     until = texts[0][2]
-    stopped = exact.generate_until(requests((CONTEXTS[0], how | {"until": until})))
-    assert stopped == [texts[0][: texts[0].find(until)]]
+    stopped = exact.generate_until(requests(*((c, how | {"until": until}) for c in CONTEXTS)))
+    assert stopped == [text.partition(until)[0] for text in texts]
 
 
 def test_a_long_text_is_scored_in_windows(given: tasks.Given) -> None:
@@ -93,15 +98,16 @@ def test_a_long_text_is_scored_in_windows(given: tasks.Given) -> None:
     tokens = given.model.tokenizer.encode(text)
     p = plain(given, [given.model.tokenizer.encode("!") + tokens, tokens[63:]])
     first = sum(p[0, i, t] for i, t in enumerate(tokens))
-    assert whole.loglikelihood_rolling(requests((text,)))[0] == pytest.approx(first, rel=1e-4)
+    asked = requests((text,), ("a",), ("b",))
+    assert whole.loglikelihood_rolling(asked)[0] == pytest.approx(first, rel=1e-4)
     # 64 tokens after the prefix, the others after the last of these
     windows = sum(p[0, i, t] for i, t in enumerate(tokens[:64])) + sum(p[1, i, t] for i, t in enumerate(tokens[64:]))
-    assert parts.loglikelihood_rolling(requests((text,)))[0] == pytest.approx(windows, rel=1e-4)
+    assert parts.loglikelihood_rolling(asked)[0] == pytest.approx(windows, rel=1e-4)
 
 
 def test_a_context_that_is_too_long_loses_its_beginning_and_is_counted(given: tasks.Given) -> None:
     short = answers(given, tasks.REFERENCE, limit=24)
-    (found,) = short.loglikelihood(requests((CONTEXTS[0], " now")))
+    found, *_ = short.loglikelihood(requests((CONTEXTS[0], " now"), ("a", "b"), ("c", "d")))
     tokens, after = (given.model.tokenizer.encode(one) for one in (CONTEXTS[0], " now"))
     p = plain(given, [tokens[-20:] + after])
     assert found[0] == pytest.approx(sum(p[0, 19 + j, t] for j, t in enumerate(after)), rel=1e-4)
@@ -132,7 +138,9 @@ def test_a_missing_package_is_one_line_with_its_command(
 def test_the_harness_runs_a_local_task_through_the_cache(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval adds over 500 MB (pandas, pyarrow, scikit-learn), so that CI does without")
+    pytest.importorskip(
+        "lm_eval", reason="lm-eval adds over 500 MB (pandas, pyarrow, scikit-learn), so that CI does without"
+    )
     documents = tmp_path / "documents.jsonl"
     with documents.open("w") as file:
         for i in range(3):
