@@ -122,8 +122,8 @@ def accuracy_against_length(measured: Sequence[Unit], seed: int) -> bytes:
             look = plots.look(i)
             axis.errorbar(x.value, y.value, yerr=y_error, xerr=x_error, label=unit.label, elinewidth=0.8, **look)
         axis.set(title=_short(problems), xlabel="tokens a response", ylim=(0, 1))
-    axes[0].set_ylabel("right answers; bars: 95 % over problems and seeds")
-    return plots.as_png(fig, "Right answers against the length of the response")
+    axes[0].set_ylabel("right answers")
+    return plots.as_png(fig, "Right answers against the length of the response; bars: 95 % over problems and seeds")
 
 
 def accuracy_by_length(measured: Sequence[Unit]) -> bytes:
@@ -142,8 +142,8 @@ def accuracy_by_length(measured: Sequence[Unit]) -> bytes:
             error = [[max(r.value - r.low, 0) for r in rates], [max(r.high - r.value, 0) for r in rates]]
             axis.errorbar(x, y, yerr=error, label=unit.label, elinewidth=0.6, **plots.look(i))
         axis.set(title=_short(problems), xlabel="tokens a response", ylim=(0, 1))
-    axes[0].set_ylabel("right answers; bars: 95 % (Wilson)")
-    return plots.as_png(fig, "Right answers among responses of about the same length")
+    axes[0].set_ylabel("right answers")
+    return plots.as_png(fig, "Right answers among responses of about the same length; bars: 95 % (Wilson)")
 
 
 def sentences(measured: Sequence[Unit], seed: int) -> list[str]:

@@ -170,7 +170,8 @@ def body() -> None:
     """The binary, after its flags have been parsed."""
     if quick.QUICK.value:
         few = ["kivi:bits=2", "kvarn:bits=2"]
-        for flag, value in (LENGTH, [384]), (CONTEXTS, 4), (DEPTHS, 3), (common.METHOD, few):
+        small = ((LENGTH, [384]), (CONTEXTS, 4), (DEPTHS, 3), (FAMILY, ["needles"]), (common.METHOD, few))
+        for flag, value in small:
             if not common.FLAGS[flag.name].present:
                 common.FLAGS[flag.name].value = value
     text = inputs.read_text(common.TEXT.value)

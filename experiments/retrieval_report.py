@@ -133,8 +133,8 @@ def heat_map(rows: Sequence[run.Row], family: str, scores: Sequence[str]) -> byt
         axis.set_yticks(range(len(units)), [f"{label}, {length}" for label, length in units], fontsize=7)
         if axis is not axes[0]:
             axis.tick_params(labelleft=False)
-    count = own[0]["contexts"]
-    return plots.as_png(fig, f"{family}: percent of {count} contexts answered, by length and depth; {own[0]['model']}")
+    count, model = own[0]["contexts"], own[0]["model"].rstrip("/").rpartition("/")[2]
+    return plots.as_png(fig, f"{family}: percent of {count} contexts answered, by length and depth; {model}")
 
 
 def sentences(rows: Sequence[run.Row], least: float, seed: int) -> list[str]:
