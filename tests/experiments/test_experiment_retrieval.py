@@ -189,3 +189,12 @@ def test_the_reference_passes_by_the_scores_that_reach_the_limit() -> None:
     row = {"family": "f", "length": 8, "label": tasks.REFERENCE, "generated_each": [1, 1, 0, 0], "ranked_each": [1] * 4}
     assert retrieval_report.passing([row], "f", 8, 0.8) == ("ranked",)
     assert retrieval_report.passing([row], "f", 8, 0.5) == ("generated", "ranked")
+
+
+def test_a_method_that_changed_nothing_is_an_error_and_not_a_perfect_result() -> None:
+    row = {"family": "f", "length": 8, "depth": 0, "label": tasks.REFERENCE, "regime": "none", "packed": False}
+    row |= {"answer_nats_each": [-1.0, -2.0]}
+    method = row | {"label": "kivi", "regime": "static", "packed": True}
+    retrieval_report.check_changed([row, method | {"answer_nats_each": [-1.0, -2.5]}])
+    with pytest.raises(ValueError, match="kivi, static: nothing differs from the reference"):
+        retrieval_report.check_changed([row, method])
