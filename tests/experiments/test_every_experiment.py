@@ -17,18 +17,35 @@ from typing import Any
 import pytest
 from running import METHODS, SMALL, run
 
-from experiments import constant_ablation, leaderboard, pseudo_decode, ranking, scale_ablation, tile_ablation
+from experiments import (
+    constant_ablation,
+    error_anatomy,
+    leaderboard,
+    pseudo_decode,
+    ranking,
+    reasoning,
+    retrieval,
+    scale_ablation,
+    tile_ablation,
+    trajectory,
+)
 from experiments.harness.run import Run
 
 ROOT = Path(__file__).parents[2]
 # What may differ between two runs of the same thing.
 TIMES = {"tokens_per_second", "seconds", "peak_memory_bytes"}
 
-TWO = [*SMALL, *(f"--method={spec}" for spec in METHODS)]
+TEXT = "--text={here}/words.txt"
+TWO = [TEXT, *SMALL, *(f"--method={spec}" for spec in METHODS)]
 # The ablations read in blocks of 128.
-ABLATION = ["--num_tokens=512", "--sink=16", "--recent=32", "--group=32", "--skip_positions=256", "--bucket=64"]
+ABLATION = [TEXT, "--num_tokens=512", "--sink=16", "--recent=32", "--group=32", "--skip_positions=256", "--bucket=64"]
 GRIDS = [f"--method=blockgrid:rotate=true,block=16,grid={grid}" for grid in ("uniform", "lloyd")]
 CLIPPING = ["--method=ultraquant:c=0.156", "--method=ultraquant:c=1.0"]
+STRETCHES = [TEXT, "--num_tokens=384", "--sink=16", "--recent=0", "--group=32", "--skip_positions=128", "--bucket=64"]
+PROMPTS = [TEXT, "--num_tokens=112", "--prompt_tokens=96", "--batch=2", "--sink=16", "--recent=0", "--group=32"]
+TASKS = ["--method=kivi:bits=2,subgroup=8", "--batch=3", "--sink=4", "--recent=0", "--group=8", "--read_block=16"]
+NEEDLES = [TEXT, "--family=needles", "--length=384", "--depths=2", "--contexts=3", "--min_reference=0"]
+SUMS = ["--problems={here}/sums.jsonl", "--max_response=8", "--temperature=1"]
 EXPERIMENTS: dict[str, tuple[ModuleType, list[str]]] = {
     "pseudo_decode": (pseudo_decode, TWO),
     "leaderboard": (leaderboard, TWO),
@@ -36,6 +53,10 @@ EXPERIMENTS: dict[str, tuple[ModuleType, list[str]]] = {
     "tile_ablation": (tile_ablation, TWO),
     "scale_ablation": (scale_ablation, [*ABLATION, *GRIDS, "--calibration_tokens=256"]),
     "constant_ablation": (constant_ablation, [*ABLATION, *CLIPPING]),
+    "error_anatomy": (error_anatomy, [*STRETCHES, "--quick"]),
+    "trajectory": (trajectory, [*PROMPTS, "--method=kivi:bits=2"]),
+    "retrieval": (retrieval, [*NEEDLES, *TASKS]),
+    "reasoning": (reasoning, [*SUMS, *TASKS]),
 }
 
 
@@ -48,9 +69,13 @@ def kill(*_: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("".join(f"{i} sheep jumped over fence {i * i}. " for i in range(40)))  # some 1,400 bytes
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What there is to read."""
+    path = tmp_path_factory.mktemp("here")
+    words = "".join(f"{i} sheep jumped over fence {i * i}. " for i in range(40))  # some 1,400 bytes
+    (path / "words.txt").write_text(words)
+    problems = [{"prompt": f"How many are {i} and {i}?\nAnswer:", "answer": 2 * i} for i in range(3)]
+    (path / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     return path
 
 
@@ -72,11 +97,11 @@ def config(out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_killed_and_resumed_it_gives_the_rows_of_a_run_that_was_not(
-    name: str, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, model: Path, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     binary, small = EXPERIMENTS[name]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    argv = [f"--model={model}", f"--text={text}", *small]
+    argv = [f"--model={model}", *(flag.format(here=here) for flag in small)]
     assert run(binary, [*argv, f"--out={whole}"]) == 0
     with monkeypatch.context() as patch:
         patch.setattr(Run, "write", kill)  # what follows when rows are on the disk
@@ -112,9 +137,9 @@ def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", 
         time.sleep(0.02)
 
 
-def test_a_process_is_killed_then_interrupted_and_its_run_goes_on(model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_process_is_killed_then_interrupted_and_its_run_goes_on(model: Path, here: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    argv = [f"--model={model}", f"--text={text}", *TWO]
+    argv = [f"--model={model}", *(flag.format(here=here) for flag in TWO)]
     log = tmp_path / "log1"
     process = start([*argv, f"--out={parts}"], log)
     wait_for(lambda: (parts / "rows.jsonl").exists() and (parts / "rows.jsonl").stat().st_size > 0, process, log)
