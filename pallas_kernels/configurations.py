@@ -6,6 +6,7 @@ from pallas_kernels.bodies import SMALLEST, AffineKeys, DenseKeys, Keys, ScaledK
 
 PROGRAMS = 264  # that keep a large GPU busy: two for each of 132 multiprocessors
 MOST_ROWS = 64
+SHARE = 1024  # tokens of a split at least: each reads the queries and writes an output
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ def configuration(keys: Keys, values: Values, *, rows: int, programs: int, token
     """rows: queries a KV head; programs: batch · KV heads; tokens: that the store has room for."""
     step, warps, stages = _cut(keys, target)
     block = min(max(_power_of_two(rows), SMALLEST), MOST_ROWS)
-    steps = max(-(-tokens // step), 1)
     wanted = -(-PROGRAMS // (programs * -(-rows // block)))
-    splits = min(_power_of_two(wanted), _power_of_two(steps))
+    splits = min(_power_of_two(wanted), 1 << max(tokens // SHARE, 1).bit_length() - 1)
     return Config(step, splits, warps, stages, block)

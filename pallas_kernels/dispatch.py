@@ -41,6 +41,7 @@ from pallas_kernels.decode_attention import attend_store
 HEAD_DIMS = (64, 128, 256)
 BITS = (2, 4)
 MOST_TOKENS = 128  # of a block of queries
+MOST_ELEMENTS = 2**31 - 1  # of a leaf: Pallas counts offsets in 32 bits, with a sign, up to 2^32 bytes
 TERMS = 2  # of bfloat16 for a float32 operand; see pallas_kernels.bodies
 _KEY_ROWS = (ChannelRows, NarrowChannelRows, BalancedChannelRows)  # exactly: subclasses mean other things by a code
 _VALUE_ROWS = (TokenRows, NarrowTokenRows, BalancedTokenRows)
@@ -169,6 +170,9 @@ def layouts(cache: Cache, *, terms: int = TERMS, scaled: bool | None = None) -> 
         raise _refuse("head_dim", head_dim, ", ".join(map(str, HEAD_DIMS)))
     if cache.rope is not None:
         raise _refuse("keys", "before RoPE", "keys after RoPE")
+    for leaf in (*cache.k.store.values(), *cache.v.store.values()):
+        if leaf.size > MOST_ELEMENTS:
+            raise _refuse("elements of a leaf", leaf.size, f"{MOST_ELEMENTS}, which 32-bit offsets reach")
     keys = _key_layout(cache.k, terms, scaled)
     return keys, _value_layout(cache.v, keys, terms)
 

@@ -16,7 +16,9 @@ from scheme_cases import pinned
 from store_problem import Problem, distance, problem
 
 import kvq_jax as kvq
+from kvq_jax.layers import Run
 from kvq_jax.online_softmax import Softmax
+from kvq_jax.pseudo_decode import _implementation as what_ran
 from pallas_kernels import bodies, decode_attention, dispatch
 
 CAPACITY = 200
@@ -172,6 +174,16 @@ def test_requirement_20_what_no_kernel_covers_is_named_and_auto_takes_xla(says: 
         assert kvq.resolve_implementation("auto", cache, q) == "xla"
 
 
+def test_a_store_beyond_the_reach_of_its_offsets_is_refused() -> None:
+    def layouts(capacity: int) -> None:
+        shape = {"batch": 64, "kv_heads": 8, "head_dim": 128, "capacity": capacity}
+        dispatch.layouts(jax.eval_shape(lambda: kvq.init_cache("ultraquant:", **shape)))
+
+    layouts(65535)
+    with pytest.raises(NotImplementedError, match="no kernel covers elements of a leaf=2147483648"):
+        layouts(65536)
+
+
 def test_without_a_cache_there_is_no_kernel() -> None:
     q = jnp.zeros((1, 2, 1, 64))
     with dispatch.interpreted(), pytest.raises(NotImplementedError, match="no kernel covers cache=None"):
@@ -208,3 +220,13 @@ def test_a_gradient_through_the_kernel_is_that_of_the_tiled_path() -> None:
         )
     assert value == pytest.approx(float(expected), rel=1e-4)
     np.testing.assert_allclose(gradient, tiled, atol=1e-4 * float(np.abs(tiled).max()))
+
+
+def test_a_trace_says_what_ran_where_layers_differ() -> None:
+    runs = [Run(2, 64, stacked, scheme=kvq.scheme(spec)) for stacked, spec in ((None, "ultraquant:"), (3, "int8:"))]
+    caches = jax.eval_shape(lambda: [run.empty(run.scheme, 1, 256, jnp.float32) for run in runs])
+    for implementation, what in {"auto": "pallas_triton+xla", "xla": "xla"}.items():
+        with dispatch.interpreted():
+            assert what_ran(implementation, runs, caches, block=4) == what
+    with dispatch.interpreted(), pytest.raises(NotImplementedError, match="no kernel covers k_quantizer"):
+        what_ran("pallas_triton", runs, caches, block=4)
