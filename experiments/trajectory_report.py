@@ -149,7 +149,13 @@ def sentences(rows: Sequence[Row], flipped: float, seed: int) -> list[str]:
     """What was asked, what was found, how sure."""
     groups, known = settings(rows), correlations(rows, seed)
     everywhere, within = known["flip_step_or_end"]
-    best = max(known, key=lambda name: abs(np.nan_to_num(known[name][0].value)))
+    finite = [name for name, (over_all, _) in known.items() if np.isfinite(over_all.value)]
+    best = max(finite, key=lambda name: abs(known[name][0].value), default=None)
+    strongest = (
+        "none of the predictors varies"
+        if best is None
+        else (f"the strongest of the predictors over all is {PREDICTORS[best]} (ρ {known[best][0]})")
+    )
     ratios = []
     for label, own in groups.items():
         control = next((g for g in groups.values() if g[0]["control"] and g[0]["of_method"] == label), None)
@@ -164,9 +170,8 @@ def sentences(rows: Sequence[Row], flipped: float, seed: int) -> list[str]:
         f"Asked: does the step at which the ranks of {rows[0]['model']}'s most attended tokens flip predict the step "
         "at which its greedy text leaves the reference's?",
         f"Found: the step at which more than {flipped:.0%} of the pairs are flipped {verdict} it (Spearman's ρ "
-        f"{everywhere} over all, {within} within methods; {at_once:.0%} begin at the first step), and the best of the "
-        f"predictors over all is {PREDICTORS[best]} (ρ {known[best][0]}); against scale noise of equal energy, "
-        f"rounding moves attention (JS) by {', '.join(ratios)}.",
+        f"{everywhere} over all, {within} within methods; {at_once:.0%} begin at the first step), and {strongest}; "
+        f"against scale noise of equal energy, rounding moves attention (JS) by {', '.join(ratios)}.",
         f"How sure: {len(rows)} pairs from {len(next(iter(groups.values())))} prompts, which are what the 95 % "
         "intervals resample; steps are counted up to the end of the reference's answer; it is one text and one model, "
         "and the control is simulated.",
