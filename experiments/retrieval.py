@@ -156,7 +156,7 @@ def measure_cell(cell: Cell, results: run.Run, title: str) -> None:
     units += [(label, regime) for regime in REGIMES for label in cell.given.methods]
     for i, (label, regime) in enumerate(units):
         if i == 1 and not report.passing(results.rows, cell.family, cell.length, MIN_REFERENCE.value):
-            print(f"{title}: not used, the reference is below --min_reference={MIN_REFERENCE.value:g}")
+            print(f"{title} not used, the reference is below --min_reference={MIN_REFERENCE.value:g}")
             return
         key = {"family": cell.family, "length": cell.length, "method": str(cell.given.scheme(label)), "regime": regime}
         name = f"{title} {label}" + (f", {regime}" if i else "")

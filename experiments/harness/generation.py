@@ -17,12 +17,14 @@ import numpy as np
 from jax import Array
 
 import kvq_jax as kvq
+from experiments.harness.states import State, repeated, stacked
 from kvq_jax.cache import Cache
 from kvq_jax.layers import CachedAttention, Run, append_run, constants_of_runs, plan_layers
 from kvq_jax.protocol import Forward, LazyLogits
 from kvq_jax.schemes import full_precision
 
 FEW = 16  # tokens of a block whose logits cost less than compiling a program without them
+__all__ = ["Reader", "State", "filled", "generate", "padded", "read", "reader", "repeated", "score"]
 Rows = Sequence[Sequence[int]]  # token ids of each row
 Report = Callable[[int, int], None]  # (done, of)
 
@@ -46,25 +48,6 @@ class Reader:
             for run, own in zip(self.runs, self.constants, strict=True)
         )
         return State(caches, jnp.zeros(rows, jnp.int32), None)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class State:
-    """What `rows` sequences have read."""
-
-    caches: tuple[Cache, ...]  # one a run of layers
-    length: Array  # int32 [rows]
-    logits: Array | None  # float32 [rows, vocab]: of the token after the last one that was read; None before the first
-
-    @property
-    def quantized_tokens(self) -> np.ndarray:
-        """Tokens of each row, int `[rows]`, whose keys lie in the main store of at least one layer that quantizes."""
-        counts = [np.zeros(self.length.shape, int)]
-        for cache in self.caches:
-            if cache.scheme.quantizes:
-                counts.append(np.asarray(cache.k.flushed).reshape(-1, len(self.length)).max(0))
-        return np.max(counts, axis=0)
 
 
 def reader(
@@ -202,7 +185,7 @@ def filled(reader: Reader, exact: State) -> State:
     rows, capacity = len(exact.length), exact.caches[0].capacity
     if any(cache.scheme.quantizes for cache in exact.caches):
         raise ValueError("exact has been read through a scheme that quantizes; pass the state of an unquantized reader")
-    if [run.stacked for run in reader.runs] != _stacked(exact):
+    if [run.stacked for run in reader.runs] != stacked(exact):
         raise ValueError("protect= splits stacked layers; load the model with scan_layers=False")
     caches = _fill(exact, reader.empty(rows, capacity).caches, reader.runs)
     return State(caches, exact.length, exact.logits)
@@ -245,23 +228,3 @@ def generate(
         state = _step(reader.forward, state, going, token, **how)
         token = _choose(state.logits, state.length, keys, warm, sampled)
     return out
-
-
-def repeated(state: State, rows: int) -> State:
-    """The state of one sequence, `rows` times: what follows a common beginning is read side by side."""
-    index = jnp.zeros(rows, jnp.int32)
-
-    def one(cache: Cache) -> Cache:
-        return kvq.select_rows(cache, index)
-
-    caches = tuple(
-        one(c) if stacked is None else jax.vmap(one)(c)
-        for c, stacked in zip(state.caches, _stacked(state), strict=True)
-    )
-    logits = None if state.logits is None else state.logits[index]
-    return State(caches, state.length[index], logits)
-
-
-def _stacked(state: State) -> list[int | None]:
-    """Layers of each run of a state, None for one that is not stacked."""
-    return [None if cache.length.ndim == 1 else len(cache.length) for cache in state.caches]
