@@ -19,7 +19,6 @@ from scipy import stats
 
 import kvq_jax as kvq
 from experiments import pseudo_decode as decode
-from experiments import pseudo_decode_report as report
 from experiments.harness import flags as common
 from experiments.harness import plots
 from experiments.harness.quick import QUICK
@@ -211,10 +210,3 @@ def draw(measured: Sequence[Unit], x: str, order: Sequence[str], line: Callable[
         panel.set(title=regime, xscale="log", yscale="log", xlabel="relative MSE of K", ylabel="KL, nats")
     drawn["kl_against_mse.png"] = plots.as_png(fig, f"Does the error of K rank KL? {about}")
     return drawn
-
-
-def conclude(results: Run, plots: dict[str, bytes], table: str, sentences: Sequence[str]) -> None:
-    """Write the plots and findings.txt, and print the table, what it says and the files."""
-    drawn = [results.write(name, png) for name, png in plots.items()]
-    results.tell("\n".join(["", table, "", *(report.wrap(one, "  ", "• ") for one in sentences)]))
-    print(report.written(results.path, drawn))

@@ -21,6 +21,7 @@ from experiments import pseudo_decode as decode
 from experiments.ablation import Setting, Unit
 from experiments.harness import flags as common
 from experiments.harness import quick
+from experiments.harness.conclusion import conclude
 from experiments.harness.table import table
 from kvq_jax.block_formats import ROUNDINGS
 from kvq_jax.quantizers.ultraquant import UltraQuant
@@ -132,7 +133,7 @@ def body() -> None:
         ablation.measure_all(given, settings, results)
         measured = ablation.units(results.rows, AXES)
         pngs = ablation.draw(measured, "c", list(PUBLISHED.values()), lambda unit: unit.axes["rounding"])
-        ablation.conclude(results, pngs, shown(measured), sentences(measured, common.SEED.value))
+        conclude(results, pngs, shown(measured), sentences(measured, common.SEED.value))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from experiments import pseudo_decode as decode
 from experiments.ablation import REGIMES, Row, Setting
 from experiments.harness import flags as common
 from experiments.harness import oracles, quick, replay
+from experiments.harness.conclusion import conclude
 from experiments.harness.progress import Progress
 from experiments.harness.run import Run
 from experiments.harness.statistics import interval
@@ -179,7 +180,7 @@ def body() -> None:
         measured = ablation.units([row for row in results.rows if row.get("restored")], report.AXES)
         pngs = report.draw(found, measured, common.SEED.value)
         said = report.sentences(found, measured, common.SEED.value)
-        ablation.conclude(results, pngs, report.tables(found, measured, common.SEED.value), said)
+        conclude(results, pngs, report.tables(found, measured, common.SEED.value), said)
 
 
 if __name__ == "__main__":

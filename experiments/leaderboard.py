@@ -19,7 +19,7 @@ import kvq_jax as kvq
 import models
 from experiments import pseudo_decode as decode
 from experiments import pseudo_decode_report as report
-from experiments.harness import environment, inputs, plots
+from experiments.harness import conclusion, environment, inputs, plots
 from experiments.harness import flags as common
 from experiments.harness.progress import Progress
 from experiments.harness.table import table
@@ -186,7 +186,7 @@ def body() -> None:
         front = ", ".join(unit.name for unit in pareto(units))
         front = f"No other method has both fewer bytes and less accumulated KL (by bytes): {front}."
         results.tell(f"\n{leaderboard(units)}\n\n{windows(units)}\n{front}")
-        print(report.written(results.path, drawn))
+        print(conclusion.written(results.path, drawn))
 
 
 if __name__ == "__main__":  # defaults of this program, not of whoever imports it beside another binary

@@ -24,10 +24,10 @@ from absl import flags
 
 from experiments.harness import flags as common
 from experiments.harness import plots, proportions, quick, run, tasks
+from experiments.harness.conclusion import conclude
 from experiments.harness.progress import Progress
 from experiments.harness.table import table
 from experiments.lm_eval_requests import Answers
-from experiments.pseudo_decode_report import wrap, written
 
 BINARY = "lm_eval"
 INSTALL = "pip install lm-eval==0.4.13"
@@ -236,11 +236,8 @@ def body() -> None:
             ]
             for row in rows
         ]
-        print(
-            "\n" + table(["method", "task", "metric", "value [95 %]", "less the reference [95 %]", "quantized"], lines)
-        )
-        print("", *(wrap(one, "  ", "• ") for one in sentences(rows)), sep="\n")
-        print(written(results.path, [results.write("metrics.png", metrics_png(rows))]))
+        headers = ["method", "task", "metric", "value [95 %]", "less the reference [95 %]", "quantized"]
+        conclude(results, {"metrics.png": metrics_png(rows)}, table(headers, lines), sentences(rows))
 
 
 if __name__ == "__main__":

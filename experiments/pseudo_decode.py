@@ -22,7 +22,7 @@ import kvq_jax as kvq
 import models
 from experiments import pseudo_decode_plots as plots
 from experiments import pseudo_decode_report as report
-from experiments.harness import environment, inputs, run, trace_rows
+from experiments.harness import conclusion, environment, inputs, run, trace_rows
 from experiments.harness import flags as common
 from experiments.harness.progress import Progress
 
@@ -213,7 +213,7 @@ def body() -> None:
         measure_all(given, results)
         drawn = [results.write(name, png) for name, png in plots.draw(results.rows).items()]
         results.tell(report.conclusions(results.rows))
-        print(report.written(results.path, drawn))
+        print(conclusion.written(results.path, drawn))
 
 
 if __name__ == "__main__":

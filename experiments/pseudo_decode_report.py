@@ -1,19 +1,14 @@
 """What `experiments.pseudo_decode` shows: the introduction, the table, sentences made from the numbers, and plots."""
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
+from experiments.harness import conclusion
 from experiments.harness.table import table
 
 Row = dict[str, Any]
 REGIMES = ("static", "accumulated")
-
-
-def wrap(text: str, indent: str = "", first: str | None = None) -> str:
-    return textwrap.fill(text, 116, initial_indent=indent if first is None else first, subsequent_indent=indent)
 
 
 def introduction(model: str, text: str, shape: tuple[int, ...], blocks: tuple[int, ...], skip: int) -> str:
@@ -21,24 +16,24 @@ def introduction(model: str, text: str, shape: tuple[int, ...], blocks: tuple[in
     batch, tokens = shape
     many, sizes = f"{batch} sequences of " if batch > 1 else "", " and ".join(map(str, blocks))
     paragraphs = [
-        wrap(
+        conclusion.wrap(
             f"{model} reads {many}{tokens:,} tokens of {text}, in blocks of {sizes}. Each block attends to a cache of "
             "the keys and values of all earlier ones: once unquantized (the reference), and through each method's "
             "packed cache."
         ),
-        wrap(
+        conclusion.wrap(
             "the cache is filled with the reference's keys and values. A rounding error is read, but never becomes an "
             "input: so prefill sees a method.",
             " " * 15,
             "  static       ",
         ),
-        wrap(
+        conclusion.wrap(
             "the cache is filled with what the quantized run itself computed. Errors travel down the layers and on in "
             "time: so decoding sees a method.",
             " " * 15,
             "  accumulated  ",
         ),
-        wrap(
+        conclusion.wrap(
             "KL is how far the quantized run's next-token distribution is from the reference's, in nats; 0 is "
             f"identical. Positions from {skip} on are counted."
         ),
@@ -191,12 +186,6 @@ def _regimes(measured: list[Unit]) -> list[str]:
     return [text, f"The regimes rank the methods differently; by static KL: {order}."]
 
 
-def written(path: Path, plots: Iterable[Path]) -> str:
-    """The files of a run."""
-    files = [*(path / name for name in ("config.json", "rows.jsonl", "summary.csv", "findings.txt")), *plots]
-    return "\n".join(["", "Written:", *(f"  {file}" for file in files if file.exists())])
-
-
 def conclusions(rows: list[Row]) -> str:
     """The table and what it says, in sentences."""
     measured = units(rows)
@@ -214,4 +203,4 @@ def conclusions(rows: list[Row]) -> str:
             f"Speed: {min(speeds):,.0f} to {max(speeds):,.0f} tokens a second, the reference and all regimes side by "
             f"side, without compilation. Peak memory: {max(r['peak_memory_bytes'] for r in small) / 2**30:.2f} GiB."
         )
-    return "\n".join(["", _table(measured), "", *(wrap(sentence, "  ", "• ") for sentence in said)])
+    return "\n".join(["", _table(measured), "", *conclusion.said(said)])

@@ -24,6 +24,7 @@ from experiments import ablation, ranking_report
 from experiments import pseudo_decode as decode
 from experiments.harness import flags as common
 from experiments.harness import inputs, quick
+from experiments.harness.conclusion import conclude
 from experiments.harness.run import Run
 
 BINARY = "ranking"
@@ -123,7 +124,7 @@ def body() -> None:
         ranked = ranking_report.blocks(rows, seed)
         pngs = ranking_report.draw(rows, ranked, seed)
         said = ranking_report.sentences(rows, ranked, seed)
-        ablation.conclude(results, pngs, ranking_report.tables(rows, ranked, seed), said)
+        conclude(results, pngs, ranking_report.tables(rows, ranked, seed), said)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.harness import plots, proportions, run, tasks
+from experiments.harness import conclusion, plots, proportions, run, tasks
 from experiments.harness.proportions import Interval
 from experiments.harness.table import table
-from experiments.pseudo_decode_report import wrap, written
 from experiments.reasoning_problems import Source
 
 BINS = 4  # of response lengths, with equally many of the reference's responses
@@ -56,7 +55,7 @@ def against(unit: Unit, reference: Unit, what: str, seed: int) -> Interval:
 def introduction(model: str, given: tasks.Given, source: Source, count: int, seeds: int) -> str:
     """What is done, with the first problem."""
     first = source.problems[0]
-    return wrap(
+    return conclusion.wrap(
         f"{model} answers {count} problems of each kind, {seeds} times each, unquantized (the reference) and with all "
         f"that it reads and writes seen through the packed cache of {len(given.methods)} methods. The first: "
         f"{first.prompt!r}, answer {first.answer!r}.\n"
@@ -179,11 +178,9 @@ def sentences(measured: Sequence[Unit], seed: int) -> list[str]:
 def conclude(results: run.Run, seed: int) -> None:
     """Draw, and print the tables, the sentences and the files."""
     measured = units(results.rows)
-    drawn = [
-        results.write("accuracy_against_length.png", accuracy_against_length(measured, seed)),
-        results.write("accuracy_by_length.png", accuracy_by_length(measured)),
-    ]
-    for problems, own in by_problems(measured).items():
-        print(f"\n{problems}\n{shown(own, seed)}")
-    print("", *(wrap(one, "  ", "• ") for one in sentences(measured, seed)), sep="\n")
-    print(written(results.path, drawn))
+    drawn = {
+        "accuracy_against_length.png": accuracy_against_length(measured, seed),
+        "accuracy_by_length.png": accuracy_by_length(measured),
+    }
+    tables = [f"{problems}\n{shown(own, seed)}" for problems, own in by_problems(measured).items()]
+    conclusion.conclude(results, drawn, "\n\n".join(tables), sentences(measured, seed))

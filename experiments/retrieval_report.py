@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from experiments.harness import plots, proportions, run, tasks
+from experiments.harness import conclusion, plots, proportions, run, tasks
 from experiments.harness.table import table
-from experiments.pseudo_decode_report import wrap, written
 
 SCORES = ("generated", "ranked")
 REGIMES = ("static", "accumulated")
@@ -40,7 +39,7 @@ def groups(rows: Sequence[run.Row]) -> list[tuple[str, int]]:
 
 def introduction(model: str, given: tasks.Given, contexts: int, depths: int) -> str:
     """What is done, for a reader who has not seen the papers."""
-    return wrap(
+    return conclusion.wrap(
         f"{model} reads {contexts} contexts of each length with {depths} facts each, unquantized (the reference) and "
         f"through the packed cache of {len(given.methods)} methods, and is asked for every fact. Static: the cache "
         "holds what the reference computed. Accumulated: what the quantized model itself has read.\n"
@@ -180,14 +179,13 @@ def conclude(results: run.Run, least: float, seed: int) -> None:
     """Check, draw, and print the tables, the sentences and the files."""
     rows = results.rows
     check_changed(rows)
-    drawn = []
+    drawn, tables = {}, []
     for family in dict.fromkeys(row["family"] for row in rows):
         lengths = [length for one, length in groups(rows) if one == family]
         passed = {score for length in lengths for score in passing(rows, family, length, least)}
-        drawn.append(results.write(f"{family}.png", heat_map(rows, family, sorted(passed))))
+        drawn[f"{family}.png"] = heat_map(rows, family, sorted(passed))
         for length in lengths:
             scores = passing(rows, family, length, least)
             note = "" if len(scores) == 2 else f" (reference passes by: {', '.join(scores) or 'none; not used'})"
-            print(f"\n{family}, {length} tokens{note}\n{table(HEADERS, _lines(rows, family, length, seed))}")
-    print("", *(wrap(one, "  ", "• ") for one in sentences(rows, least, seed)), sep="\n")
-    print(written(results.path, drawn))
+            tables.append(f"{family}, {length} tokens{note}\n{table(HEADERS, _lines(rows, family, length, seed))}")
+    conclusion.conclude(results, drawn, "\n\n".join(tables), sentences(rows, least, seed))

@@ -25,6 +25,7 @@ from experiments import pseudo_decode as decode
 from experiments.ablation import Unit
 from experiments.harness import flags as common
 from experiments.harness import inputs, quick
+from experiments.harness.conclusion import conclude
 from experiments.harness.progress import Progress
 from experiments.harness.table import table
 from kvq_jax.quantizers.blockgrid import BlockGrid
@@ -161,7 +162,7 @@ def body() -> None:
         ablation.measure_all(given, settings, results)
         measured = ablation.units(results.rows, AXES)
         pngs = ablation.draw(measured, "scale", SCALES, lambda u: f"{u.axes['levels']}, rotation {u.axes['rotation']}")
-        ablation.conclude(results, pngs, shown(measured), sentences(measured, common.SEED.value))
+        conclude(results, pngs, shown(measured), sentences(measured, common.SEED.value))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from absl import flags
 from jax import Array
 
 import kvq_jax as kvq
-from experiments import ablation
 from experiments import pseudo_decode as decode
 from experiments import trajectory_report as report
 from experiments.harness import decode_steps, inputs, oracles, quick, replay
 from experiments.harness import flags as common
+from experiments.harness.conclusion import conclude
 from experiments.harness.decode_steps import Asked, Reference, responses
 from experiments.harness.progress import Progress
 from experiments.harness.run import Row, Run
@@ -215,7 +215,7 @@ def body() -> None:
         measure_all(given, units, stops, results)
         seed = common.SEED.value
         said = report.sentences(results.rows, FLIPPED.value, seed)
-        ablation.conclude(results, report.draw(results.rows), report.tables(results.rows, seed), said)
+        conclude(results, report.draw(results.rows), report.tables(results.rows, seed), said)
 
 
 def measure_all(
