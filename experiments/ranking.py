@@ -1,16 +1,16 @@
 """Which method is best, and does the answer depend on how it is measured: static or accumulated, at which block size?
 
-Design: every method at the same sink, recent window and group reads one text with blocks of b tokens, b in {1, 16, 64,
-128, 512}; b = 1 is decoding itself. Where b divides the group, a block holds in full precision just what decoding would
-still hold, so that accumulated KL must not depend on b; beyond it must. Static KL may: a block's own keys and values
-are always those of the quantized run, and the rest of the window is the reference's. UltraQuant is also measured with
-every token rounded as soon as it comes ("rounded at once"), so that any b > 1 hides errors from the block. A decode
-loop is slow: at b = 1, and at b = 64 which lies between others, only the methods of FEW are measured, at the same
-positions. Ranks, Kendall's tau of static and accumulated KL, and tau of each error without labels and accumulated
-perplexity have intervals from one bootstrap that draws the same stretches of the text for all. Reading `ranks.png`:
-lines that cross, or lie elsewhere in the other panel, are methods whose place depends on the measurement; where bars
-overlap, the text does not tell them apart. In `block_sizes.png` a point at 1 says that this b measures what b = 1 does.
-KVQuant and others take part where --constants are given. Example:
+Design: every method at the same sink, recent window and group (but Kitty rounds its values one at a time) reads one
+text with blocks of b tokens, b in {1, 16, 64, 128, 512}; b = 1 is decoding itself. Where b divides the group, a block
+holds in full precision just what decoding would still hold, so that accumulated KL must not depend on b; beyond it
+must. Static KL may: a block's own keys and values are always those of the quantized run, and the rest of the window is
+the reference's. UltraQuant is also measured with every token rounded as soon as it comes ("rounded at once"), so that
+any b > 1 hides errors from the block. A decode loop is slow: at b = 1, and at b = 64 which lies between others, only
+the methods of FEW are measured, at the same positions. Ranks, Kendall's tau of static and accumulated KL, and tau of
+each error without labels and accumulated perplexity have intervals from one bootstrap that draws the same stretches of
+the text for all. Reading `ranks.png`: lines that cross, or lie elsewhere in the other panel, are methods whose place
+depends on the measurement; where bars overlap, the text does not tell them apart. In `block_sizes.png` a point at 1
+says that this b measures what b = 1 does. KVQuant and others take part where --constants are given. Example:
 
   python -m experiments.ranking --out=out/ranking        (again with --resume after an interruption)
 """

@@ -4,6 +4,7 @@ One bootstrap draws the same stretches of the text for every method, regime, blo
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +18,13 @@ from experiments.harness.table import table
 ALIKE = 0.05  # a block size is as good as the smallest where the interval of the KL's ratio lies within 1 ± this
 KL, ATTENTION, NLL = "kl_by_bucket", "attention_mae_by_bucket", "nll_by_bucket"
 ORDER_OF = "tau of static and accumulated KL"
-MEASURES = ("attention error, static", "attention error, accumulated", "their gap", "KL, static", "KL, accumulated")
+MEASURES = (
+    "attention error, static",
+    "attention error, accumulated",
+    "attention error, gap",
+    "KL, static",
+    "KL, accumulated",
+)
 
 
 def kendall(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -119,8 +126,8 @@ def rank(one: Estimate) -> str:
 
 def tables(rows: Sequence[Row], ranked: Sequence[Block], seed: int) -> str:
     """Ranks, rank correlations, and the KL at each block size."""
-    last = ranked[-1]
-    order = np.argsort(last.kl["accumulated"][:, 0])
+    first = ranked[0]  # nearest to decoding
+    order = np.argsort(first.kl["accumulated"][:, 0])
     headers = ["rank by KL [95 %]\n", "bits\n"]
     headers += [
         f"b = {b.size}\n{regime}" if regime == "static" else f"\n{regime}" for b in ranked for regime in REGIMES
@@ -128,7 +135,7 @@ def tables(rows: Sequence[Row], ranked: Sequence[Block], seed: int) -> str:
     lines = []
     for i in order:
         cells = [rank(block.ranks[regime][i]) for block in ranked for regime in REGIMES]
-        lines.append([last.name(i), f"{last.units[i].any['bits_per_element_store']:.2f}", *cells])
+        lines.append([first.name(i), f"{first.units[i].any['bits_per_element_store']:.2f}", *cells])
     said = [table(headers, lines)]
     headers = ["Kendall's tau [95 %]\nof accumulated perplexity and", *(f"b = {block.size}\n" for block in ranked)]
     lines = [[name, *(str(block.tau[name]) for block in ranked)] for name in (*MEASURES, ORDER_OF)]
@@ -161,8 +168,9 @@ def sentences(rows: Sequence[Row], ranked: Sequence[Block], seed: int) -> list[s
         pairs = block.reordered()
         certain = [f"{a} is before {b} by static KL and after it by accumulated" for a, b, both in pairs if both]
         found.append(
-            f"at b = {block.size} tau of static and accumulated ranks is {block.tau[ORDER_OF]}, and {len(pairs)} pairs "
-            f"change places, {len(certain)} of them for sure" + (f" ({'; '.join(certain)})" if certain else "")
+            f"at b = {block.size} tau of static and accumulated ranks is {block.tau[ORDER_OF]}, and {len(pairs)} of "
+            f"{math.comb(len(block.units), 2)} pairs change places, {len(certain)} of them for sure"
+            + (f" ({'; '.join(certain)})" if certain else "")
         )
     once, of = {r["label"] for r in rows if r["at_once"]}, curves(rows, seed)
     if many := gaps([sizes for name, sizes in of.items() if name not in once]):

@@ -57,7 +57,7 @@ def test_one_bootstrap_draws_the_same_stretches_for_all() -> None:
         "KL, accumulated": 1.0,
         "attention error, static": 1 / 3,
         "attention error, accumulated": 1.0,
-        "their gap": 1.0,
+        "attention error, gap": 1.0,
     }.items():
         one = block.tau[name]
         np.testing.assert_allclose([one.value, one.low, one.high], tau, err_msg=name)
@@ -119,7 +119,7 @@ def test_tables_sentences_and_plots_say_what_the_rows_do() -> None:
     assert line.split() == ["c", "2.50", *["3", "[3,", "3]"] * 4]
     asked, found, sure = ranking_report.sentences(whole(), ranked, seed=0)
     assert asked.startswith("Asked: does the order of 3 methods")
-    assert "0 pairs change places" in found
+    assert "0 of 3 pairs change places" in found
     assert "up to b = 16 (a, b, c)" in found
     assert "up to b = 1 (b, rounded at once)" in found
     assert "2.00 [2.00, 2.00] at b = 1, 1.25 [1.25, 1.25] at b = 16" in found
