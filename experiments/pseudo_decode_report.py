@@ -131,7 +131,7 @@ def _table(measured: list[Unit]) -> str:
         how,
     ]
     shown = table([header for header, _ in columns], [[cell(unit) for _, cell in columns] for unit in measured])
-    return "\n".join([shown, "", *map(wrap, notes)])
+    return "\n".join([shown, "", *map(conclusion.wrap, notes)])
 
 
 def _main_regime(measured: list[Unit]) -> str:
