@@ -180,7 +180,7 @@ def conclude(results: run.Run, least: float, seed: int) -> None:
     """Check, draw, and print the tables, the sentences and the files."""
     rows = results.rows
     check_changed(rows)
-    drawn = []
+    drawn, said = [], []
     for family in dict.fromkeys(row["family"] for row in rows):
         lengths = [length for one, length in groups(rows) if one == family]
         passed = {score for length in lengths for score in passing(rows, family, length, least)}
@@ -188,6 +188,6 @@ def conclude(results: run.Run, least: float, seed: int) -> None:
         for length in lengths:
             scores = passing(rows, family, length, least)
             note = "" if len(scores) == 2 else f" (reference passes by: {', '.join(scores) or 'none; not used'})"
-            print(f"\n{family}, {length} tokens{note}\n{table(HEADERS, _lines(rows, family, length, seed))}")
-    print("", *(wrap(one, "  ", "• ") for one in sentences(rows, least, seed)), sep="\n")
+            said.append(f"\n{family}, {length} tokens{note}\n{table(HEADERS, _lines(rows, family, length, seed))}")
+    results.tell("\n".join([*said, "", *(wrap(one, "  ", "• ") for one in sentences(rows, least, seed))]))
     print(written(results.path, drawn))
