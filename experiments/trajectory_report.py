@@ -13,6 +13,7 @@ from experiments.harness.table import table
 
 Row = dict[str, Any]
 RESAMPLES = 1000
+FEWEST = 5  # prompts that an interval needs: resamples of fewer are mostly alike, and so are their rank correlations
 PREDICTORS = {
     "flip_step_or_end": "the step at which flips begin",
     "flips_first": "flipped pairs of all heads at the first step",
@@ -40,7 +41,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, *, within: bool, seed: int) -
     """Spearman's ρ of x and y `[settings, prompts]`, with the 95 % interval of resampled prompts, all settings alike.
 
     Over all pairs; or, `within`, the mean of the settings' own, which differences between settings do not move. NaN
-    where all is constant.
+    where all is constant; without an interval where there are fewer than FEWEST prompts.
     """
 
     def rho(at: np.ndarray) -> float:
@@ -52,7 +53,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, *, within: bool, seed: int) -
     prompts = x.shape[1]
     drawn = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
     values = np.array([rho(np.arange(prompts)), *(rho(at) for at in drawn)])
-    if not np.isfinite(values[1:]).any():
+    if prompts < FEWEST or not np.isfinite(values[1:]).any():
         return Estimate(float(values[0]), float("nan"), float("nan"))
     low, high = np.nanquantile(values[1:], [0.025, 0.975])
     return Estimate(float(values[0]), float(low), float(high))
@@ -149,7 +150,11 @@ def sentences(rows: Sequence[Row], flipped: float, seed: int) -> list[str]:
     """What was asked, what was found, how sure."""
     groups, known = settings(rows), correlations(rows, seed)
     everywhere, within = known["flip_step_or_end"]
-    best = max(known, key=lambda name: abs(np.nan_to_num(known[name][0].value)))
+    there = {name: rho[0] for name, rho in known.items() if np.isfinite(rho[0].value)}
+    best = max(there, key=lambda name: abs(there[name].value), default=None)
+    of_all = "none of the predictors varies with it"
+    if best is not None:
+        of_all = f"the best of the predictors over all is {PREDICTORS[best]} (ρ {there[best]})"
     ratios = []
     for label, own in groups.items():
         control = next((g for g in groups.values() if g[0]["control"] and g[0]["of_method"] == label), None)
@@ -164,9 +169,8 @@ def sentences(rows: Sequence[Row], flipped: float, seed: int) -> list[str]:
         f"Asked: does the step at which the ranks of {rows[0]['model']}'s most attended tokens flip predict the step "
         "at which its greedy text leaves the reference's?",
         f"Found: the step at which more than {flipped:.0%} of the pairs are flipped {verdict} it (Spearman's ρ "
-        f"{everywhere} over all, {within} within methods; {at_once:.0%} begin at the first step), and the best of the "
-        f"predictors over all is {PREDICTORS[best]} (ρ {known[best][0]}); against scale noise of equal energy, "
-        f"rounding moves attention (JS) by {', '.join(ratios)}.",
+        f"{everywhere} over all, {within} within methods; {at_once:.0%} begin at the first step), and {of_all}; "
+        f"against scale noise of equal energy, rounding moves attention (JS) by {', '.join(ratios)}.",
         f"How sure: {len(rows)} pairs from {len(next(iter(groups.values())))} prompts, which are what the 95 % "
         "intervals resample; steps are counted up to the end of the reference's answer; it is one text and one model, "
         "and the control is simulated.",
