@@ -53,9 +53,20 @@ def methods(design: Sequence[str]) -> dict[str, kvq.Scheme]:
         flags.set_default(common.NUM_TOKENS, 768)
     if decode.REGIME.value != list(REGIMES) or decode.BLOCK_SIZE.value != [BLOCK]:
         raise ValueError(f"--regime and --block_size are not for ablations: both regimes, blocks of {BLOCK}")
+    check_stretches()
     if common.METHOD.present:
         return common.methods()
     return {spec: kvq.scheme(spec, **common.window_flags()) for spec in design}
+
+
+def check_stretches() -> None:
+    """Raise ValueError where the flags leave fewer than two stretches of the text to resample."""
+    tokens, skip, bucket = common.NUM_TOKENS.value, decode.SKIP_POSITIONS.value, decode.BUCKET.value
+    if (many := sum(start >= skip for start in range(0, tokens, bucket))) < 2:
+        raise ValueError(
+            f"--num_tokens={tokens} and --skip_positions={skip} leave {many} stretches of --bucket={bucket} positions, "
+            "of which intervals need two or more; pass more tokens, or a smaller --bucket"
+        )
 
 
 def measure_all(given: decode.Inputs, settings: Sequence[Setting], results: Run) -> None:

@@ -128,7 +128,12 @@ def measure(given: tasks.Given, label: str, task: str, manager: Any, title: str)
         else:
             found = proportions.Interval(value, math.nan, math.nan)
         row: run.Row = {"task": task, "metric": metric, "value": found.value, "value_lo": found.low}
-        row |= {"value_hi": found.high, "documents": None if each is None else len(each), "value_each": each}
+        row |= {
+            "value_hi": found.high,
+            "metrics": len(metrics),
+            "documents": None if each is None else len(each),
+            "value_each": each,
+        }
         rows.append(row | about)
     return rows
 
@@ -211,6 +216,7 @@ def body() -> None:
     given = common.interruptible(lambda: tasks.load(common.NUM_TOKENS.value, scan=True))
     design = {
         "limit": LIMIT.value,
+        "num_tokens": common.NUM_TOKENS.value,  # longer contexts are cut
         "num_fewshot": NUM_FEWSHOT.value,
         "read_block": tasks.READ.value,
         "prefix": PREFIX.value,
@@ -220,7 +226,8 @@ def body() -> None:
         units = [(task, label) for task in dict.fromkeys(TASKS.value) for label in (tasks.REFERENCE, *given.methods)]
         for i, (task, label) in enumerate(units, start=1):
             title, method = f"[{i}/{len(units)}] {task}: {label}", str(given.scheme(label))
-            if any((row["task"], row["method"]) == (task, method) for row in results.rows):
+            there = [row for row in results.rows if (row["task"], row["method"]) == (task, method)]
+            if there and len(there) == there[0]["metrics"]:  # a unit's rows may have been killed half written
                 print(f"{title}: already in {results.path}")
                 continue
             results.append(measure(given, label, task, manager, title))

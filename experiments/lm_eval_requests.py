@@ -13,6 +13,7 @@ from experiments.harness import generation, tasks
 
 SCORED = 16  # tokens of a continuation at a time
 ROUND = 128  # caches have room for multiples of this many tokens, so that few programs compile
+ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "</s>", "<|end|>")  # tokens with which models end, as text
 GENERATED = 256  # tokens, where a request does not say; the harness's own default
 GREEDY = {"do_sample": (False, None), "temperature": (0, 0.0, None), "top_p": (1, 1.0, None), "num_beams": (1, None)}
 
@@ -95,10 +96,18 @@ class Answers:
                         found[i] = (float(one), bool(same))
         return found
 
+    def _stored(self, tokens: int) -> int:
+        """How many keys of a row have left the full-precision window, once as many tokens are cached."""
+        scheme = self.reader.scheme
+        k, _ = scheme.resolve(self.reader.runs[0].head_dim)
+        return k.window.room(tokens - scheme.sink) if scheme.quantizes else 0
+
     def loglikelihood_rolling(self, requests: Sequence[Request], **unused: Any) -> list[float]:
         """ln p of each whole text in nats, after the prefix; a text beyond --num_tokens in windows that do not
         overlap, each after the last token of the one before."""
         pieces: list[tuple[int, tuple[int, ...], list[int]]] = []
+        if self.limit <= len(self.first):
+            raise ValueError(f"--num_tokens={self.limit} leaves no room after a prefix of {len(self.first)}; pass more")
         for i, request in enumerate(requests):
             tokens, before = self.tokenizer.encode(request.args[0]), tuple(self.first)
             while tokens:
@@ -114,17 +123,17 @@ class Answers:
             state = generation.read(self.reader, state, [before for _, before, _ in part], block=SCORED)
             rows = [tokens for _, _, tokens in part]
             sums, _ = generation.score(self.reader, state, rows, block=self.block)
-            held = tasks.fewest(self.reader.scheme, self.reader.runs[0].head_dim)
             real = min(len(part), len(pieces) - done * len(part))
             for (i, _, tokens), one in zip(part[:real], sums, strict=False):
                 total[i] += float(one)
                 self.cached += len(tokens)
-                self.quantized += max(len(tokens) - held, 0) if self.reader.scheme.quantizes else 0
+                self.quantized += self._stored(len(tokens))
             self._report(done + 1, len(parts))
         return total
 
     def generate_until(self, requests: Sequence[Request], **unused: Any) -> list[str]:
-        """Greedy text after each context, up to the first of its stops. Raises ValueError for sampling."""
+        """Greedy text after each context, up to the first of its stops, or to where the model ends it. Raises
+        ValueError for sampling."""
         groups: dict[tuple[tuple[str, ...], int], dict[tuple[int, ...], list[int]]] = {}
         for i, request in enumerate(requests):
             group = groups.setdefault(options(request.args[1]), {})
@@ -151,7 +160,7 @@ def options(given: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
     """(stops, most tokens) of a generation request. Raises ValueError for an option that would not be greedy, or that
     is not known."""
     until = given.get("until") or ()
-    stops = (until,) if isinstance(until, str) else tuple(until)
+    stops = ((until,) if isinstance(until, str) else tuple(until)) + ENDS
     most = given.get("max_gen_toks") or given.get("max_new_tokens") or given.get("max_tokens") or GENERATED
     for name, value in given.items():
         if name in ("until", "max_gen_toks", "max_new_tokens", "max_tokens"):

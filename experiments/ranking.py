@@ -64,6 +64,8 @@ def design() -> tuple[dict[str, kvq.Scheme], list[Work]]:
     windows, blocks = common.window_flags(), tuple(dict.fromkeys(decode.BLOCK_SIZE.value))
     if common.METHOD.present:
         methods = common.methods()
+        if sum(one.quantizes for one in methods.values()) < 2:
+            raise ValueError("--method: a ranking is of two methods that quantize, at least; pass more")
         return methods, [Work(label, block) for block in blocks for label in methods]
     own = [str(kvq.load_constants(path).scheme) for path in common.CONSTANTS.value]
     names = list(dict.fromkeys([*(QUICK if quick.QUICK.value else METHODS), *own]))
@@ -115,6 +117,7 @@ def body() -> None:
         for name, value in (("num_tokens", 1024), ("block_size", [128, 512])):
             if not FLAGS[name].present:
                 FLAGS[name].value = value
+    ablation.check_stretches()
     methods, work = design()
     given = common.interruptible(lambda: decode.load_inputs(methods))
     with decode.open_results(BINARY, given) as results:

@@ -185,8 +185,11 @@ def sentences(rows: Sequence[Row], ranked: Sequence[Block], seed: int) -> list[s
                 + ", ".join(f"b = {size} ({', '.join(group)})" for size, group in sizes.items())
             )
     first = ranked[0]  # nearest to decoding
-    best = max(MEASURES, key=lambda name: first.tau[name].value)
-    found.append(f"at b = {first.size} accumulated perplexity is ranked best by {best}, tau {first.tau[best]}")
+    known = {name: first.tau[name] for name in MEASURES if np.isfinite(first.tau[name].value)}
+    most = max((tau.value for tau in known.values()), default=0.0)
+    best = [f"{name} (tau {tau})" for name, tau in known.items() if tau.value > most - 1e-9]
+    if best:
+        found.append(f"at b = {first.size} accumulated perplexity is ranked best by {' and '.join(best)}")
     open_ = sum(one.high - one.low > 0 for block in ranked for regime in REGIMES for one in block.ranks[regime])
     counted = sum(start >= row["skip_positions"] for start in row["bucket_start"])
     identity = [abs(r["kl_nats"]) for r in rows if r["identity"]]

@@ -123,20 +123,25 @@ def _gsm8k(count: int, shots: int) -> Source:
 def _jsonl(path: Path, count: int) -> Source:
     """Prompts as they stand in the file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a JSON text may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"--problems={path}: cannot be read ({error}); pass gym:<generator>, gsm8k, or a JSONL file"
         ) from None
     problems = []
-    for number, line in enumerate(filter(str.strip, lines), start=1):
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-            prompt, answer = row["prompt"], str(row["answer"])
+            prompt, given = row["prompt"], row["answer"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f'--problems={path}: line {number} is not {{"prompt": ..., "answer": ...}}') from None
         if not isinstance(prompt, str) or not prompt:
             raise ValueError(f"--problems={path}: line {number} has no text as its prompt")
+        answer = str(given)
+        if isinstance(given, bool) or not isinstance(given, str | int | float) or not answer.strip().rstrip("."):
+            raise ValueError(f"--problems={path}: line {number} has no text and no number as its answer")
         problems.append(Problem(prompt, answer, functools.partial(same_answer, answer=answer)))
     if not problems:
         raise ValueError(f"--problems={path} holds no problem")

@@ -34,12 +34,14 @@ class Unit:
 
 
 def units(rows: Iterable[run.Row]) -> list[Unit]:
-    """In the order in which they were measured; seeds that a method has no row of yet are left out."""
-    groups: dict[tuple[str, str], list[run.Row]] = {}
+    """In the order in which they were measured; of the seeds that all methods have a row of, which are paired."""
+    groups: dict[tuple[str, str], dict[int, run.Row]] = {}
     for row in rows:
-        groups.setdefault((row["problems"], row["label"]), []).append(row)
+        groups.setdefault((row["problems"], row["label"]), {})[row["response_seed"]] = row
     made = []
-    for (problems, label), own in groups.items():
+    for (problems, label), by_seed in groups.items():
+        common = set.intersection(*(set(seeds) for (kind, _), seeds in groups.items() if kind == problems))
+        own = [by_seed[seed] for seed in sorted(common)]
         solved, tokens = (
             np.array([row[f"{name}_each"] for row in own], float).T for name in ("solved", "response_tokens")
         )
@@ -56,8 +58,8 @@ def introduction(model: str, given: tasks.Given, source: Source, count: int, see
     """What is done, with the first problem."""
     first = source.problems[0]
     return conclusion.wrap(
-        f"{model} answers {count} problems of each kind, {seeds} times each, unquantized (the reference) and with all "
-        f"that it reads and writes seen through the packed cache of {len(given.methods)} methods. The first: "
+        f"{model} answers up to {count} problems of each kind, {seeds} times each, unquantized (the reference) and "
+        f"with all that it reads and writes seen through the packed cache of {len(given.methods)} methods. The first: "
         f"{first.prompt!r}, answer {first.answer!r}.\n"
     )
 
@@ -154,7 +156,7 @@ def sentences(measured: Sequence[Unit], seed: int) -> list[str]:
         parts = []
         for unit in others:
             right, longer = (against(unit, reference, what, seed) for what in ("solved", "tokens"))
-            parts.append(f"{unit.label} {_number(right, '+.0f', 100)} points, {longer.value:+.1f} tokens")
+            parts.append(f"{unit.label} {_number(right, '+.0f', 100)} points, {_number(longer, '+.1f')} tokens")
         few = "" if reference.accuracy(seed).low > 0.05 else " (too few to lose)"
         said.append(f"{_short(problems)}, reference {reference.solved.mean():.0%}{few}: {'; '.join(parts)}")
         lost = [unit.label for unit in others if against(unit, reference, "solved", seed).high < 0]

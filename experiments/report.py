@@ -66,6 +66,8 @@ def load(path: Path) -> Found:
     try:
         table = files.get("summary.csv") or run.as_csv(run.read_rows(path / "rows.jsonl")[0])
         rows = list(csv.DictReader(io.StringIO(table.decode()), strict=True))
+        if any(None in row or None in row.values() for row in rows):
+            raise csv.Error("summary.csv has a line with more or fewer values than columns")
         texts = {name: content.decode() for name, content in files.items() if name.endswith(".txt")}
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"--runs={path}: {error}; run it again") from None
@@ -88,6 +90,8 @@ def text(value: Any) -> str:
         number = float(value)
     except (TypeError, ValueError):
         return html.escape("" if value is None else str(value))
+    if isinstance(value, str) and repr(number) != value:  # text that only looks like a number, as a digest may
+        return html.escape(value)
     return html.escape(str(value)) if number.is_integer() else f"{number:.5g}"
 
 

@@ -159,7 +159,7 @@ def measure_cell(cell: Cell, results: run.Run, title: str) -> None:
             print(f"{title} not used, the reference is below --min_reference={MIN_REFERENCE.value:g}")
             return
         key = {"family": cell.family, "length": cell.length, "method": str(cell.given.scheme(label)), "regime": regime}
-        name = f"{title} {label}" + (f", {regime}" if i else "")
+        name = f"{title}: {label}" + (f", {regime}" if i else "")
         if all(results.has(**key, depth=depth) for depth in range(DEPTHS.value)):
             print(f"{name}: already in {results.path}")
             continue
@@ -191,7 +191,7 @@ def body() -> None:
     ) as results:
         print(report.introduction(common.MODEL.value, given, CONTEXTS.value, DEPTHS.value))
         for i, (family, length) in enumerate(cells, start=1):
-            title = f"[{i}/{len(cells)}] {family}, {length} tokens:"
+            title = f"[{i}/{len(cells)}] {family}, {length} tokens"
             measure_cell(Cell(given, family, length, ids), results, title)
         report.conclude(results, MIN_REFERENCE.value, common.SEED.value)
 

@@ -1,7 +1,8 @@
 """The prompts of `experiments.retrieval`: facts hidden in a text, or a list of lines, and the questions about them."""
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from models import Tokenizer
@@ -90,6 +91,13 @@ def needles(facts: Sequence[Fact]) -> Make:
     return make
 
 
+def _keys(fact: Fact, draw: random.Random) -> Iterator[str]:
+    """Every key once, then pairs of keys, which are only drawn where the keys do not fill a context."""
+    yield from draw.sample(list(fact.keys), len(fact.keys))
+    pairs = [" ".join(pair) for pair in itertools.permutations(fact.keys, 2)]
+    yield from draw.sample(pairs, len(pairs))
+
+
 def lines(fact: Fact, begin: str = "\n") -> Make:
     """Lines of one kind with different keys fill the length; those nearest to the depths are asked for, and the values
     of other lines are what the answer competes with."""
@@ -97,13 +105,17 @@ def lines(fact: Fact, begin: str = "\n") -> Make:
     def make(tokenizer: Tokenizer, text: Sequence[int], length: int, depths: int, draw: random.Random) -> Context:
         tokens: list[int] = []
         made: list[tuple[tuple[int, ...], str]] = []
-        for key in draw.sample(list(fact.keys), len(fact.keys)):
-            value = draw.choice([value for value in fact.values if value not in {known for _, known in made}])
+        used: set[str] = set()
+        for key in _keys(fact, draw):
+            value = draw.choice([value for value in fact.values if value not in used])
             question, whole = _statement(tokenizer, begin + fact.sentence.format(key=key), value, "")
             if len(tokens) + len(whole) > length:
                 break
             tokens += whole
             made.append((question, value))
+            used.add(value)
+        else:
+            raise ValueError(f"--length={length} is more than lines with different keys fill; pass a shorter one")
         if len(made) < max(depths, DISTRACTORS + 1):
             raise ValueError(f"--length={length} holds {len(made)} lines; pass a longer one, or fewer --depths")
         questions = []

@@ -114,6 +114,8 @@ def measure(
             progress(i + 1, steps)
     answer = np.stack([np.asarray(one) for one in free], axis=1)
     by_name = {name: np.stack([one[name] for one in curves], axis=1) for name in curves[0]}
+    if bad := [name for name, x in by_name.items() if not np.isfinite(x).all()]:
+        raise ValueError(f"{title}: {bad[0]} is not finite; pass --dtype=float32, or wider scales of the method")
     length = responses(answer, stops)
     about = decode.provenance(given, constants) | about
     return [

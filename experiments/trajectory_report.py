@@ -13,6 +13,7 @@ from experiments.harness.table import table
 
 Row = dict[str, Any]
 RESAMPLES = 1000
+FEWEST = 5  # prompts that an interval needs: resamples of fewer are mostly alike, and so are their rank correlations
 PREDICTORS = {
     "flip_step_or_end": "the step at which flips begin",
     "flips_first": "flipped pairs of all heads at the first step",
@@ -40,7 +41,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, *, within: bool, seed: int) -
     """Spearman's ρ of x and y `[settings, prompts]`, with the 95 % interval of resampled prompts, all settings alike.
 
     Over all pairs; or, `within`, the mean of the settings' own, which differences between settings do not move. NaN
-    where all is constant.
+    where all is constant; without an interval where there are fewer than FEWEST prompts.
     """
 
     def rho(at: np.ndarray) -> float:
@@ -52,7 +53,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, *, within: bool, seed: int) -
     prompts = x.shape[1]
     drawn = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
     values = np.array([rho(np.arange(prompts)), *(rho(at) for at in drawn)])
-    if not np.isfinite(values[1:]).any():
+    if prompts < FEWEST or not np.isfinite(values[1:]).any():
         return Estimate(float(values[0]), float("nan"), float("nan"))
     low, high = np.nanquantile(values[1:], [0.025, 0.975])
     return Estimate(float(values[0]), float(low), float(high))

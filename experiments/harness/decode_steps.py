@@ -136,7 +136,8 @@ def read_reference(
     implementation: str,
     progress: Callable[[int, int], None],
 ) -> Reference:
-    """Prefill prompts `[prompts, tokens]` in one block and decode greedily, without quantization."""
+    """Prefill prompts `[prompts, tokens]` in one block and decode greedily, without quantization. Raises ValueError
+    where a logit is not finite."""
     batch, count = prompts.shape
     of = replay.plan(forward, full_precision(dtype), None, batch, 1, dtype)
     how: dict[str, Any] = {"runs": of.runs, "implementation": implementation}
@@ -148,6 +149,11 @@ def read_reference(
         asked.append(now.asked)
         answer.append(jax.block_until_ready(jnp.argmax(now.logits, -1)))
         progress(i + 1, steps)
+    if not all(np.isfinite(one).all() for one in logits):
+        raise ValueError(
+            "the unquantized reference's logits are not finite; pass --dtype=float32, and check the checkpoint if that "
+            "is what ran"
+        )
     tokens = np.stack([np.asarray(one) for one in answer], axis=1).astype(np.int32)
     return Reference(
         first.new, tokens, responses(tokens, stops), logits, asked, [kvq.read(cache)[0] for cache in now.caches]

@@ -128,6 +128,15 @@ def _choose(logits: Array, length: Array, keys: Array, temperature: Array, sampl
     return jax.vmap(jax.random.categorical)(own, logits / temperature)
 
 
+def _check_finite(reader: Reader, numbers: Array | np.ndarray) -> None:
+    """Raise ValueError for logits (or ln p) that are not finite: their answers would pass for those of a model."""
+    if not np.isfinite(np.asarray(numbers.max(-1))).all():
+        raise ValueError(
+            f"{reader.scheme}: the logits are not finite; pass --dtype=float32, and check the checkpoint if that is "
+            "what ran"
+        )
+
+
 def _room(state: State, rows: Sequence[int] | np.ndarray) -> None:
     capacity, most = state.caches[0].capacity, int((np.asarray(state.length) + np.asarray(rows)).max())
     if most > capacity:
@@ -144,6 +153,7 @@ def score(reader: Reader, state: State, rows: Rows, *, block: int) -> tuple[np.n
     give just them, bool `[rows]`. Tokens after the first `block` read those before them through the caches."""
     _, found = _read(reader, state, rows, block, True, None)
     nats = np.sum([np.asarray(p, np.float64).sum(1) for p, _ in found], axis=0)
+    _check_finite(reader, nats)
     return nats, np.all([np.all(g, axis=1) for _, g in found], axis=0)
 
 
@@ -166,6 +176,8 @@ def _read(
         if progress is not None:
             state.length.block_until_ready()
             progress(i + 1, blocks)
+    assert state.logits is not None
+    _check_finite(reader, state.logits)
     return state, found
 
 
@@ -227,4 +239,6 @@ def generate(
             break
         state = _step(reader.forward, state, going, token, **how)
         token = _choose(state.logits, state.length, keys, warm, sampled)
+    assert state.logits is not None
+    _check_finite(reader, state.logits)
     return out

@@ -32,10 +32,18 @@ def paired_difference(
     a: ArrayLike, b: ArrayLike, *, seed: int, resamples: int = 2000, within: bool = False
 ) -> Interval:
     """mean a − mean b by a bootstrap over the first axis `[units, ...]` (texts, problems): one draw of units serves
-    both. What a unit holds is drawn with it, or `within` also drawn anew (`[units, seeds]`)."""
-    return bootstrap(
-        np.asarray(a, np.float64) - np.asarray(b, np.float64), seed=seed, resamples=resamples, within=within
-    )
+    both. What a unit holds is drawn with it, or `within` also drawn anew (`[units, seeds]`). Raises ValueError for
+    shapes that are not equal.
+
+    Where nothing differs, resamples say nothing: of right and wrong answers (0, 1) the interval is then what Wilson's
+    leaves for a change of none of the units, to both sides; of other values NaN."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"a {a.shape} and b {b.shape} are not paired")
+    if np.array_equal(a, b):
+        most = wilson(0, len(a)).high if np.isin(a, (0, 1)).all() else float("nan")
+        return Interval(0.0, -most, most)
+    return bootstrap(a - b, seed=seed, resamples=resamples, within=within)
 
 
 def bootstrap(x: ArrayLike, *, seed: int, resamples: int = 2000, within: bool = False) -> Interval:

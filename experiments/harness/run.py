@@ -127,10 +127,10 @@ class Run:
 
 def check_same(path: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first field in which two configurations differ."""
-    for name in now:
-        if then.get(name) != now[name]:
+    for name in {**then, **now}:
+        if then.get(name) != now.get(name):
             raise ValueError(
-                f"--resume: {path} was made with {name}={then.get(name)}, this command has {name}={now[name]}; "
+                f"--resume: {path} was made with {name}={then.get(name)}, this command has {name}={now.get(name)}; "
                 "pass what it was made with, or another --out"
             )
 

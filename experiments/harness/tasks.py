@@ -85,13 +85,16 @@ def fewest(scheme: kvq.Scheme, head_dim: int) -> int:
     return scheme.sink + min(side.window.recent + side.window.group for side in scheme.resolve(head_dim))
 
 
-def check_reads(given: Given, tokens: int, what: str) -> None:
-    """Raise ValueError for a method that has quantized nothing after `tokens` tokens: it would pass for perfect."""
-    for label, scheme in given.methods.items():
+def check_reads(given: Given, tokens: int, what: str, label: str | None = None) -> None:
+    """Raise ValueError for a method that has quantized nothing after `tokens` tokens: it would pass for perfect.
+    label: only this one, or the reference, which quantizes nothing."""
+    for name, scheme in given.methods.items():
+        if label not in (None, name):
+            continue
         needed = fewest(scheme, given.model.config.head_dim)
         if tokens < needed:
             raise ValueError(
-                f"--method={label} quantizes nothing that is read: its first tokens leave the full-precision window "
+                f"--method={name} quantizes nothing that is read: its first tokens leave the full-precision window "
                 f"once {needed} are cached, and {what} has {tokens}; pass longer ones, or a smaller --sink, --recent "
                 "or --group"
             )

@@ -1,8 +1,10 @@
 """Reading, generating and scoring through a cache: an exact one gives the plain forward, and no row sees another."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -72,6 +74,12 @@ def test_a_row_of_a_ragged_batch_says_what_it_says_alone(quantized: generation.R
     if sampled:
         other = generation.generate(quantized, state, most=NEW, stop=never, seeds=[14, 15, 16], **how)
         assert other != together
+
+
+def test_logits_that_are_not_finite_are_an_error(loaded: models.Model, exact: generation.Reader) -> None:
+    broken = dataclasses.replace(exact, forward=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), loaded.forward))
+    with pytest.raises(ValueError, match="the logits are not finite"):
+        read(broken, ROWS)
 
 
 def test_a_row_that_stopped_does_not_go_on_and_the_others_do(exact: generation.Reader) -> None:

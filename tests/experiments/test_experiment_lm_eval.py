@@ -19,7 +19,7 @@ import kvq_jax as kvq
 import models
 from experiments import lm_eval as binary
 from experiments.harness import generation, tasks
-from experiments.lm_eval_requests import SCORED, Answers, options
+from experiments.lm_eval_requests import ENDS, SCORED, Answers, options
 
 KIVI = "kivi:bits=2,subgroup=8"
 # Three rows in every batch, so that few programs compile.
@@ -117,8 +117,8 @@ def test_a_context_that_is_too_long_loses_its_beginning_and_is_counted(given: ta
 
 
 def test_only_greedy_decoding_is_promised() -> None:
-    assert options({"until": "x", "max_gen_toks": 3, "do_sample": False}) == (("x",), 3)
-    assert options({})[0] == ()
+    assert options({"until": "x", "max_gen_toks": 3, "do_sample": False}) == (("x", *ENDS), 3)
+    assert options({})[0] == ENDS
     for wrong in ({"do_sample": True}, {"temperature": 0.7}, {"top_k": 5}):
         with pytest.raises(ValueError, match="is not supported: decoding is greedy"):
             options(wrong)

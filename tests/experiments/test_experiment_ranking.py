@@ -147,6 +147,14 @@ def test_the_design_holds_every_method_at_three_block_sizes_and_a_few_at_all() -
         assert len({one.label for one in ranking.design()[1]}) == len(ranking.QUICK) + 2
 
 
+def test_a_design_that_cannot_be_ranked_is_refused() -> None:
+    with parsed("--method=kivi:bits=2", "--method=fp32"), pytest.raises(ValueError, match="two methods that quantize"):
+        ranking.design()
+    few = ["--num_tokens=192", "--skip_positions=140", "--bucket=64"]
+    with parsed(*few), pytest.raises(ValueError, match="leave 0 stretches of --bucket=64"):
+        ablation.check_stretches()
+
+
 def test_an_unquantized_cache_that_changes_the_model_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

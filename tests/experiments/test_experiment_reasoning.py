@@ -68,6 +68,7 @@ def test_methods_answer_the_same_problems_with_the_same_seeds_and_a_run_goes_on(
     (out / "rows.jsonl").write_text("".join(lines[:3]))
     assert run(binary, [*argv, "--resume"]) == 0
     assert capfd.readouterr().out.count("already in") == 3
+    assert "How sure:" in (out / "findings.txt").read_text()
     strip = [[{k: v for k, v in row.items() if k not in TIMES} for row in rows] for rows in (read(out), whole)]
     assert strip[0] == strip[1]
 
@@ -109,10 +110,16 @@ def test_a_missing_package_is_an_error_with_its_command(
 
 def test_a_file_that_is_not_jsonl_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    for text, says in (("", "holds no problem"), ('{"prompt": "a", "answer": 1}\n{"prompt": 2}\n', "line 2 is not")):
+    bad = [("", "holds no problem"), ('{"prompt": "a", "answer": 1}\n\n{"prompt": 2}\n', "line 3 is not")]
+    bad += [
+        (f'{{"prompt": "a", "answer": {x}}}\n', "line 1 has no text and no") for x in ("null", "[2]", "true", '" "')
+    ]
+    for text, says in bad:
         path.write_text(text)
         with pytest.raises(ValueError, match=says):
             reasoning_problems.load(str(path), count=2, shots=0, seed=0)
+    path.write_text('{"prompt": "a\u2028b", "answer": "c"}\n', encoding="utf-8")
+    assert [one.prompt for one in reasoning_problems.load(str(path), count=2, shots=0, seed=0).problems] == ["a\u2028b"]
 
 
 class Sums:
@@ -172,6 +179,24 @@ def test_a_response_ends_at_its_first_stop(model: Path, problems: Path, tmp_path
 
 def unit(label: str, solved: np.ndarray, tokens: np.ndarray) -> reasoning_report.Unit:
     return reasoning_report.Unit(label, "sums", solved.astype(float), tokens.astype(float), 1.0)
+
+
+def test_only_seeds_that_all_methods_have_are_compared() -> None:
+    row = {"problems": "p", "solved_each": [1, 0], "response_tokens_each": [3, 4], "ended": 1.0}
+    rows = [row | {"label": tasks.REFERENCE, "response_seed": seed} for seed in (0, 1)]
+    rows += [row | {"label": "b", "response_seed": 1, "solved_each": [0, 0]}]
+    reference, b = reasoning_report.units(rows)
+    assert (reference.solved.shape, b.solved.shape) == ((2, 1), (2, 1))
+
+
+def test_a_response_may_be_the_first_that_is_quantized(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "x"}) + "\n" for prompt in ("Hi", "You", "We")))
+    more = ["--max_response=16", "--stop=never", "--num_seeds=1"]
+    assert run(binary, arguments(model, path, tmp_path / "out", *more)) == 0
+    capfd.readouterr()
 
 
 def test_a_loss_beyond_chance_is_named_and_one_within_it_is_not() -> None:

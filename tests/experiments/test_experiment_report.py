@@ -125,6 +125,7 @@ def test_what_is_not_a_run_is_one_line_and_leaves_the_page_as_it_was(
     (tmp_path / "checkpoint" / "rows.jsonl").unlink()
     damaged = write(tmp_path / "damaged")
     (damaged / "summary.csv").write_bytes(b"\xff\xfe")
+    (write(tmp_path / "ragged") / "summary.csv").write_bytes(b"method,kl_nats\na,1,2\n")
     capfd.readouterr()
     for folder, says in (
         ("nowhere", "there is no such folder"),
@@ -134,6 +135,7 @@ def test_what_is_not_a_run_is_one_line_and_leaves_the_page_as_it_was(
         ("torn", "config.json is not that of a run"),
         ("odd", "config.json is not that of a run"),
         ("damaged", "run it again"),
+        ("ragged", "more or fewer values than columns"),
     ):
         assert run(report, [f"--runs={good}", f"--runs={tmp_path / folder}", f"--out={tmp_path / 'out'}"]) == 2
         (line,) = capfd.readouterr().err.splitlines()
@@ -142,6 +144,11 @@ def test_what_is_not_a_run_is_one_line_and_leaves_the_page_as_it_was(
         assert (tmp_path / "out" / "report.html").read_bytes() == before
     assert run(report, []) == 2
     assert "--runs names no run" in capfd.readouterr().err
+
+
+def test_only_numbers_are_shown_as_numbers() -> None:
+    shown = [report.text(one) for one in ("0.123456789", "1e-05", "12345678e9012345", "0.10", "7", 0.5, True, "<b>")]
+    assert shown == ["0.12346", "1e-05", "12345678e9012345", "0.10", "7", "0.5", "True", "&lt;b&gt;"]
 
 
 def test_config_says_whether_a_run_has_ended(tmp_path: Path) -> None:

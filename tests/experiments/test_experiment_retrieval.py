@@ -123,12 +123,12 @@ class Bytes:
 @pytest.mark.parametrize("family", list(retrieval_prompts.FAMILIES))
 def test_every_question_has_its_answer_at_its_depth(family: str) -> None:
     tokenizer: Any = Bytes()
-    text = tokenizer.encode("the fence of the field " * 100)
-    for number in range(4):
+    text = tokenizer.encode("the fence of the field " * 200)
+    for number, length in enumerate((1024, 1024, 1024, 4096)):  # there are not enough single keys for the last
         draw = random.Random(number)
-        context = retrieval_prompts.FAMILIES[family](tokenizer, text, 1024, 5, draw)
+        context = retrieval_prompts.FAMILIES[family](tokenizer, text, length, 5, draw)
         whole = tokenizer.decode(context.tokens)
-        assert 1024 - 40 <= len(context.tokens) <= 1024
+        assert length - 56 <= len(context.tokens) <= length
         assert len(context.questions) == 5
         for question in context.questions:
             prompt = tokenizer.decode(question.prompt)
@@ -172,6 +172,15 @@ def test_paired_differences_draw_units_for_both_at_once() -> None:
     within = proportions.paired_difference(a, b, seed=0, within=True)
     assert within.high - within.low > found.high - found.low
     assert np.isnan(proportions.paired_difference(a[:1], b[:1], seed=0).low)
+
+
+def test_where_nothing_differs_the_interval_is_not_a_point() -> None:
+    hits = np.array([[1, 0], [1, 1], [0, 0]])
+    _, most = wilson(0, 3)
+    assert proportions.paired_difference(hits, hits, seed=0) == pytest.approx((0, -most, most))
+    assert np.isnan(proportions.paired_difference(hits * 7.0, hits * 7.0, seed=0).low)
+    with pytest.raises(ValueError, match="are not paired"):
+        proportions.paired_difference(hits, hits[:, :1], seed=0)
 
 
 def test_rank_correlation_is_spearmans() -> None:

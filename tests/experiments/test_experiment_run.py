@@ -70,6 +70,8 @@ def test_resume_with_another_configuration_names_the_field(tmp_path: Path) -> No
     before = (tmp_path / "r" / "config.json").read_bytes()
     with pytest.raises(ValueError, match="num_tokens=64, this command has num_tokens=128"):
         open_run(tmp_path / "r", resume=True, num_tokens=128).__enter__()
+    with pytest.raises(ValueError, match="made with protect=1, this command has protect=None"):
+        run.check_same(tmp_path, {"sink": 4, "protect": 1}, {"sink": 4})
     assert (tmp_path / "r" / "config.json").read_bytes() == before
 
 

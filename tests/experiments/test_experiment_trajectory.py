@@ -113,6 +113,9 @@ def test_rank_correlation_is_scipys_and_blind_to_differences_between_settings() 
     perfect = trajectory_report.rank_correlation(x, 2 * x, within=True, seed=0)
     np.testing.assert_allclose([perfect.value, perfect.low, perfect.high], 1)
     assert np.isnan(trajectory_report.rank_correlation(0 * x, y, within=True, seed=0).value)
+    few = trajectory_report.rank_correlation(x[:, :2], 2 * x[:, :2], within=True, seed=0)  # whose resamples are alike
+    assert few.value == pytest.approx(1)
+    assert np.isnan(few.low)
 
 
 def read(out: Path) -> list[dict[str, Any]]:
