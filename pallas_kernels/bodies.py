@@ -67,6 +67,11 @@ def load(ref: Ref, index: tuple[Any, ...], mask: Array | None) -> Array:
     return out.reshape([size for axis, size in enumerate(out.shape) if axis not in fixed])
 
 
+def load_rows(ref: Ref, there: Array | None, channels: Any = slice(None)) -> Array:
+    """Queries; rows beyond them are anything, and no other row ever sees them."""
+    return plgpu.load(ref.at[:, channels], mask=None if there is None else there[:, None])
+
+
 def widen(x: Array) -> Array:
     """A loaded scale or zero as float32: bfloat16 comes as uint16, E4M3 as uint8 (not every GPU converts it)."""
     if x.dtype == jnp.uint16:
@@ -150,9 +155,9 @@ class Keys(abc.ABC):
         """float32 `[batch, kv_heads, rows, head_dim]` -> the kernel's operands `[batch, kv_heads, rows, ...]`."""
         return [q]
 
-    def load_queries(self, refs: list[Ref]) -> Any:
-        """What stays in registers for all steps."""
-        return refs[0][...]
+    def load_queries(self, refs: list[Ref], there: Array | None) -> Any:
+        """What stays in registers for all steps. there `[rows]`: which rows are queries; None: all."""
+        return load_rows(refs[0], there)
 
     @abc.abstractmethod
     def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
@@ -219,8 +224,9 @@ class BlockKeys(Keys):
         dtype = jnp.bfloat16 if self.terms == 1 else jnp.float32
         return [pairs[..., i].astype(dtype) for i in (0, 1)]
 
-    def load_queries(self, refs: list[Ref]) -> Any:
-        return [bf16_terms(ref[...], self.terms) if self.terms > 1 else [ref[...]] for ref in refs]
+    def load_queries(self, refs: list[Ref], there: Array | None) -> Any:
+        loaded = [load_rows(ref, there) for ref in refs]
+        return [bf16_terms(x, self.terms) if self.terms > 1 else [x] for x in loaded]
 
     def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
         there = first + lax.iota(jnp.int32, tokens) < limit
@@ -303,8 +309,8 @@ class AffineKeys(Keys):
             for i in range(tokens // self.group)
         ]
 
-    def load_queries(self, refs: list[Ref]) -> Any:
-        return [refs[0][:, pl.ds(at, self._channels)] for at in range(0, self.head_dim, self._channels)]
+    def load_queries(self, refs: list[Ref], there: Array | None) -> Any:
+        return [load_rows(refs[0], there, pl.ds(at, self._channels)) for at in range(0, self.head_dim, self._channels)]
 
     @property
     def _channels(self) -> int:
@@ -371,8 +377,8 @@ class DenseKeys(Keys):
     def operands(self, store: dict[str, Array]) -> list[Array]:
         return [of_tokens(store["values"])]
 
-    def load_queries(self, refs: list[Ref]) -> Any:
-        return bf16_terms(refs[0][...], self.terms)
+    def load_queries(self, refs: list[Ref], there: Array | None) -> Any:
+        return bf16_terms(load_rows(refs[0], there), self.terms)
 
     def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
         there = first + lax.iota(jnp.int32, tokens) < limit

@@ -26,12 +26,14 @@ def _power_of_two(at_least: int) -> int:
 
 def _cut(keys: Keys, target: str) -> tuple[int, int, int]:
     """Tokens of a step, warps and stages. A thread of NVIDIA has 255 registers, one of AMD 512 while there are four
-    warps. AMD's pipelining of many small loads runs out of scalar registers."""
+    warps. AMD's pipelining of many small loads runs out of scalar registers. gfx942, which rounds to bfloat16 in many
+    instructions, keeps the largest tiles of K in registers only with two warps."""
     amd, wide = target.startswith("gfx"), keys.head_dim > 128
     if isinstance(keys, AffineKeys):
         tokens = max(keys.tile, 32 if wide else 64)
         narrow = keys.head_dim < 128
-        return (tokens, 2 if narrow else 4, 1) if amd else (tokens, 4 if narrow else 8, 2)
+        largest = target == "gfx942" and tokens * keys.head_dim > 2**14
+        return (tokens, 2 if narrow or largest else 4, 1) if amd else (tokens, 4 if narrow else 8, 2)
     if isinstance(keys, ScaledKeys) and keys.swapped:
         return 128, 8, 2  # the M side of tcgen05 has 128 rows
     return (32 if wide or isinstance(keys, DenseKeys) else 64), 4, 2

@@ -20,6 +20,9 @@ from kvq_jax.online_softmax import MASKED, NOTHING, Softmax
 from pallas_kernels.bodies import Keys, Ref, Values
 from pallas_kernels.configurations import Config
 
+MANY = 2**30  # tokens: more than any store has
+PADDING = -1.0  # the sum of a row that is no query
+
 
 def _see(
     keys: Keys, values: Values, refs: tuple[list[Ref], list[Ref]], scale: float, tokens: int, windowed: bool
@@ -50,32 +53,50 @@ def _see(
 
 
 def _kernel(
-    *refs: Ref, keys: Keys, values: Values, counts: tuple[int, int, int], scale: float, config: Config, windowed: bool
+    *refs: Ref,
+    keys: Keys,
+    values: Values,
+    counts: tuple[int, int, int],
+    queries: int,
+    scale: float,
+    config: Config,
+    windowed: bool,
 ) -> None:
     low_ref, high_ref, *refs_ = refs
     q_refs, k_refs, v_refs = (refs_[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(3))
     weighted_ref, largest_ref, total_ref = refs_[sum(counts) :]
-    low, high = low_ref[...], high_ref[...]
+    there, rows = None, config.rows
+    if queries % rows:  # the last program of a head has fewer
+        there = pl.program_id(1) % -(-queries // rows) * rows + lax.iota(jnp.int32, rows) < queries
+    if there is None:
+        low, high = low_ref[...], high_ref[...]
+    else:  # what is no query sees nothing, and does not count for what is read
+        low, high = plgpu.load(low_ref, mask=there, other=MANY), plgpu.load(high_ref, mask=there, other=0)
     limit = jnp.max(high)
     begin = jnp.min(low) // config.tokens if windowed else jnp.int32(0)
     steps = (limit + config.tokens - 1) // config.tokens - begin
     share = (jnp.maximum(steps, 0) + config.splits - 1) // config.splits
     start = begin + pl.program_id(0) * share
     stop = jnp.minimum(start + share, begin + steps)
-    q = keys.load_queries(q_refs)
-    rows = config.rows
+    q = keys.load_queries(q_refs, there)
+    total = jnp.zeros((rows,), jnp.float32)
+    if there is not None:  # a mask kept for the stores would take registers through all steps: the sum, never negative,
+        total = jnp.where(there, total, PADDING)  # says which rows they are; a row that sees nothing keeps its own
     state = (
         jnp.full((rows,), NOTHING, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
+        total,
         *(jnp.zeros((rows, values.head_dim // values.planes), jnp.float32) for _ in range(values.planes)),
     )
     step = _see(keys, values, (k_refs, v_refs), scale, config.tokens, windowed)
     largest, total, *weighted = lax.fori_loop(
         start, stop, lambda i, state: step(i * config.tokens, q, low, high, limit, state), state
     )
-    largest_ref[...], total_ref[...] = largest, total
+    there = None if there is None else ~(total < 0)  # what is not a number is written
+    plgpu.store(largest_ref, largest, mask=there)
+    plgpu.store(total_ref, total, mask=there)
     for i, plane in enumerate(weighted):
-        plgpu.store(weighted_ref.at[:, :, pl.ds(i, 1)], plane[:, :, None])
+        mask = None if there is None else there[:, None, None]
+        plgpu.store(weighted_ref.at[:, :, pl.ds(i, 1)], plane[:, :, None], mask=mask)
 
 
 def split_attention(
@@ -94,11 +115,11 @@ def split_attention(
 ) -> Softmax:
     """The kernel, before the merge: leaves of `Softmax` with an axis of splits before the rows.
 
-    Args as `decode_attention`; rows a multiple of config.rows.
+    Args as `decode_attention`.
     """
     batch, kv_heads, rows, head_dim = q.shape
     operands = [keys.queries(q), keys.operands(k_store), values.operands(v_store)]
-    blocks = rows // config.rows
+    blocks = -(-rows // config.rows)
 
     def of_queries(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, config.rows, x.shape[3]), lambda s, h, b: (b, h // blocks, h % blocks, 0))
@@ -120,6 +141,7 @@ def split_attention(
             keys=keys,
             values=values,
             counts=(len(operands[0]), len(operands[1]), len(operands[2])),
+            queries=rows,
             scale=scale,
             config=config,
             windowed=windowed,
@@ -166,13 +188,8 @@ def attend_store(
     interpret: bool = False,
 ) -> Softmax:
     """`decode_attention` as a softmax in progress, to be merged with other keys."""
-    rows = q.shape[2]
-    more = -rows % config.rows
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, 0)))
-    low, high = (jnp.pad(x, ((0, 0), (0, more)), mode="edge") for x in (low, high))  # so that they see nothing else
     how: dict[str, Any] = {"keys": keys, "values": values, "scale": scale, "config": config, "windowed": windowed}
-    merged = merge(split_attention(q, low, high, k_store, v_store, **how, interpret=interpret))
-    return Softmax(merged.largest[:, :, :rows], merged.total[:, :, :rows], merged.weighted[:, :, :rows])
+    return merge(split_attention(q, low, high, k_store, v_store, **how, interpret=interpret))
 
 
 def decode_attention(q: Array, low: Array, high: Array, *stores: dict[str, Array], **how: Any) -> tuple[Array, Array]:

@@ -54,8 +54,8 @@ def operands(spec: str, head_dim: int, target: str, context: int = CONTEXT) -> t
     )
     keys, values = dispatch.layouts(cache, scaled=dispatch.native(target, head_dim))
     config = configuration(keys, values, rows=QUERIES, programs=KV_HEADS, tokens=context, target=target)
-    q = jax.ShapeDtypeStruct((1, KV_HEADS, config.rows, head_dim), jnp.float32)
-    interval = jax.ShapeDtypeStruct((1, config.rows), jnp.int32)
+    q = jax.ShapeDtypeStruct((1, KV_HEADS, QUERIES, head_dim), jnp.float32)
+    interval = jax.ShapeDtypeStruct((1, QUERIES), jnp.int32)
     how = {"keys": keys, "values": values, "config": config, "scale": head_dim**-0.5, "windowed": False}
     return (q, interval, interval, cache.k.store, cache.v.store), how
 

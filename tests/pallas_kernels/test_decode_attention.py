@@ -4,6 +4,7 @@ Programs are compiled without optimization: they run once.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from scheme_cases import pinned
 from store_problem import Problem, distance, problem
+from triton_ir_call import call
 
 import kvq_jax as kvq
 from kvq_jax.layers import Run
@@ -104,6 +106,15 @@ SCHEMES = ["ultraquant:", "mxfp4:", "hadamard:bits=2,group=64", "kivi:bits=2,res
 def test_output_and_log_sum_exp_of_a_store_alone_to_float32(spec: str) -> None:
     """With three terms, bfloat16 products lose nothing of a float32 number."""
     assert distance(*interpreted(problem(spec))) < 5e-6
+
+
+@pytest.mark.parametrize(("spec", "scaled"), [("ultraquant:", True), ("hadamard:bits=2,group=64", None)])
+def test_the_lowered_kernel_touches_no_row_beyond_the_queries(spec: str, scaled: bool | None) -> None:
+    """Four queries in programs of 16 rows: an access outside of an operand is an error to the evaluator."""
+    given = problem(spec, scaled=scaled)
+    fn = functools.partial(decode_attention.decode_attention, **given.how)
+    (out, lse), _ = call(fn, *given.arguments, platform="cuda")
+    assert distance(out, lse, given.output, given.log_sum_exp) < 5e-6
 
 
 @pytest.mark.parametrize("swapped", [False, True])

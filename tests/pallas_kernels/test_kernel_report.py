@@ -19,11 +19,11 @@ DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
     ("spec", "bits"), [("ultraquant:", 4.25), ("kvarn:bits=2", 2.375), ("hadamard:bits=2", 2.25), ("kivi:bits=2", 3)]
 )
 def test_the_bytes_moved_are_the_main_stores_and_the_querys_and_outputs(spec: str, bits: float) -> None:
-    """At most 1.02 of them, at head_dim 128: 512 tokens in two shares."""
-    tokens, head_dim, rows = 512, 128, 16
+    """At most 1.02 of them, at head_dim 128: 512 tokens in two shares, four queries in programs of 16 rows."""
+    tokens, head_dim, rows = 512, 128, 4
     cache = kvq.init_cache(spec, batch=1, kv_heads=1, head_dim=head_dim, capacity=tokens + 128)
     keys, values = dispatch.layouts(cache)
-    config = Config(max(keys.tile, 64), 2, rows=rows)
+    config = Config(max(keys.tile, 64), 2, rows=16)
     fn = functools.partial(split_attention, keys=keys, values=values, config=config, scale=0.1, windowed=False)
     q, high = np.zeros((1, 1, rows, head_dim), np.float32), np.full((1, rows), tokens, np.int32)
     _, [found] = call(fn, q, np.zeros_like(high), high, cache.k.store, cache.v.store, platform="cuda")
@@ -64,8 +64,7 @@ def test_what_the_dispatch_chooses_compiles_to_the_committed_resources(spec: str
         assert NATIVE[target] in found["instructions"]
 
 
-def test_the_table_is_whole_and_one_kernel_in_it_spills(committed: dict) -> None:
+def test_the_table_is_whole_and_nothing_in_it_spills(committed: dict) -> None:
     assert set(committed) == {(m, d, t) for m in report.METHODS for d in report.HEAD_DIMS for t in lowering.TARGETS}
-    spills = {key: row["spills"] for key, row in committed.items() if row["spills"] != "0"}
-    assert spills == {("kvarn:bits=2", 256, "gfx942"): "2"}, "two scalar registers, and docs/kernels.md says so"
+    assert {row["spills"] for row in committed.values()} == {"0"}
     assert all("mma" in row["instructions"] or "mfma" in row["instructions"] for row in committed.values())
