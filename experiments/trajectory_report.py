@@ -141,7 +141,7 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
             look = looks[label] | {"linestyle": "none", "markerfacecolor": face}
             x, y = ([row[column] for row in own] for column in (name, "divergence_step_or_end"))
             axis.plot(x, y, label=label, **look)
-        axis.set(xlabel=PREDICTORS[name], yscale="log", xscale="log")
+        axis.set(xlabel=PREDICTORS[name], yscale="log")
     axes[0].set_ylabel("first divergent token")
     return drawn | {"flips_and_text.png": plots.as_png(fig, "Each point a prompt; what never begins is at the end")}
 
