@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 SUPPORTED = (0, 10)  # major and minor version of jax
 GROUP = 32  # elements of the contraction that share a scale (OCP Microscaling Formats v1.0)
@@ -41,9 +42,9 @@ def why_unavailable() -> str:
     return ""
 
 
-def _modules() -> tuple[Any, Any]:
-    """jax's Triton lowering and the bindings of MLIR, which a jax without them must not be asked for."""
-    return importlib.import_module("jax._src.pallas.triton.lowering"), importlib.import_module("jaxlib.mlir.ir")
+def _lowering() -> Any:
+    """jax's Triton lowering, which a jax without it must not be asked for."""
+    return importlib.import_module("jax._src.pallas.triton.lowering")
 
 
 def available() -> bool:
@@ -128,7 +129,7 @@ def _decoded(lhs: Array, rhs: Array, *scales: Array, has_lhs_scale: bool, has_rh
 def _to_triton(
     context: Any, lhs: Any, rhs: Any, *scales: Any, has_lhs_scale: bool, has_rhs_scale: bool
 ) -> Any:  # of jax._src.pallas.triton.lowering: values of the IR
-    lowering, ir = _modules()
+    lowering = _lowering()
     dialect: Any = importlib.import_module("jaxlib.triton.dialect")
     [out] = context.avals_out
     integer = ir.IntegerType.get_signless(32)
@@ -145,7 +146,7 @@ def _register() -> None:
     _primitive.def_impl(lambda *operands, **which: jax.jit(functools.partial(_decoded, **which))(*operands))
     mlir.register_lowering(_primitive, mlir.lower_fun(_decoded, multiple_results=False))
     if available():
-        lowering, _ = _modules()
+        lowering = _lowering()
         lowering.register_lowering(_primitive)(_to_triton)
 
 
@@ -166,7 +167,7 @@ class LoweredKernel:
 def parse_ir(ir_text: str | bytes) -> Any:
     """The MLIR module of a text (or bytecode) of Triton IR, verified. Raises jaxlib's MLIRError if it is not valid."""
     require()
-    lowering, ir = _modules()
+    lowering = _lowering()
     with lowering._new_ir_context():
         module = ir.Module.parse(ir_text)
         module.operation.verify()
@@ -176,11 +177,11 @@ def parse_ir(ir_text: str | bytes) -> Any:
 def lowered_kernels(fn: Callable[..., Any], args: Sequence[Any], platform: str) -> list[LoweredKernel]:
     """Lowers `fn(*args)` for `platform` and takes the kernels out; each is parsed again, which verifies it."""
     require()
-    _, ir = _modules()
     module = jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     found = []
     for call in _custom_calls(module.operation):
-        config = {entry.name: entry.attr for entry in ir.DictAttr(call.attributes["mhlo.backend_config"])}
+        backend: Any = ir.DictAttr(call.attributes["mhlo.backend_config"])  # its stub does not say that it iterates
+        config = {entry.name: entry.attr for entry in backend}
         number = {name: ir.IntegerAttr(attr).value for name, attr in config.items() if name.startswith(("grid", "num"))}
         text = parse_ir(ir.StringAttr(config["ir"]).value_bytes).operation.get_asm(enable_debug_info=False)
         grid = (number["grid_x"], number["grid_y"], number["grid_z"])

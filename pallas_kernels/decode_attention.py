@@ -173,23 +173,9 @@ def merge(parts: Softmax) -> Softmax:
     return Softmax(largest, jnp.sum(parts.total * weight, axis=2), jnp.sum(parts.weighted * weight[..., None], axis=2))
 
 
-def attend_store(
-    q: Array,
-    low: Array,
-    high: Array,
-    k_store: dict[str, Array],
-    v_store: dict[str, Array],
-    *,
-    keys: Keys,
-    values: Values,
-    scale: float,
-    config: Config,
-    windowed: bool,
-    interpret: bool = False,
-) -> Softmax:
+def attend_store(q: Array, low: Array, high: Array, *stores: dict[str, Array], **how: Any) -> Softmax:
     """`decode_attention` as a softmax in progress, to be merged with other keys."""
-    how: dict[str, Any] = {"keys": keys, "values": values, "scale": scale, "config": config, "windowed": windowed}
-    return merge(split_attention(q, low, high, k_store, v_store, **how, interpret=interpret))
+    return merge(split_attention(q, low, high, *stores, **how))
 
 
 def decode_attention(q: Array, low: Array, high: Array, *stores: dict[str, Array], **how: Any) -> tuple[Array, Array]:

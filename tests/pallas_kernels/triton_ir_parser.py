@@ -7,9 +7,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jaxlib.mlir import ir
 
-from pallas_kernels._internals import parse_ir
+from pallas_kernels._internals import ir, parse_ir
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
