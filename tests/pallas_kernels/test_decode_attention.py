@@ -92,6 +92,18 @@ def test_attend_with_a_kernel_equals_the_reference(case: Case) -> None:
     np.testing.assert_allclose(out, expected, rtol=0, atol=error * float(np.abs(expected).max()))
 
 
+def test_what_is_said_to_run_is_what_runs() -> None:
+    """XLA's path agrees with the reference, too: only the program tells which of them it holds."""
+    q, cache, k, v = CASES[0].inputs()
+    with dispatch.interpreted():
+        programs = {
+            name: str(jax.make_jaxpr(lambda *x, name=name: kvq.attend(*x, implementation=name))(q, cache, k, v))
+            for name in ("pallas_triton", "auto", "xla", "reference")
+        }
+    holds = {name: "pallas_call" in program for name, program in programs.items()}
+    assert holds == {"pallas_triton": True, "auto": True, "xla": False, "reference": False}
+
+
 def interpreted(given: Problem) -> tuple[Any, ...]:
     """Output and log-sum-exp in interpret mode, and what they should be."""
     how = {**given.how, "interpret": True}
