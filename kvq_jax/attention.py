@@ -24,13 +24,14 @@ from jax import Array, lax
 from kvq_jax.cache import Cache, SideCache, append, block_mask, check_block, pad_tokens, take_tokens
 from kvq_jax.implementations import kernel_for, resolve_implementation
 from kvq_jax.online_softmax import Softmax
+from kvq_jax.order import zero_after
 from kvq_jax.protocol import Attend
 from kvq_jax.quantizers.base import Leaves, dot
-from kvq_jax.reading import read
+from kvq_jax.reading import READ_TOKENS, read
 from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
 
-READ_TOKENS = 512  # tokens of a read tile: large enough to keep a matrix product busy, small enough for a CPU's cache
+BLOCK_TOKENS = 512  # keys of the current block seen at a time: their scores are what a gradient keeps
 X = TypeVar("X")
 
 
@@ -135,7 +136,8 @@ def _over_cache(
                 scores = k.scores(rounded, leaves)
             else:
                 scores = dot(rounded, jnp.swapaxes(rope.apply(k.tokens(leaves), sink + token[None]), -1, -2))
-            return state.see(scores, mask, lambda p: v.weighted_sum(p, tiles(v, first)))
+            # V's tile is unpacked once K's is done with, into the same memory.
+            return state.see(scores, mask, lambda p: v.weighted_sum(p, tiles(v, first + zero_after(p))))
 
         steps = (jnp.max(both) + size - 1) // size
         state = _loop(see_tile, steps, -(-room // size), state, dynamic)
@@ -159,7 +161,7 @@ def _over_block(q: Array, queries: _Queries, k: Array, v: Array, exists: Array, 
     """Causal attention of a block over itself, in tiles of keys. q scaled, `[batch, kv_heads, queries, head_dim]`."""
     batch, kv_heads, rows, _ = q.shape
     state, n = Softmax.start(batch, kv_heads, rows, v.shape[3]), k.shape[2]
-    size = min(n, READ_TOKENS)
+    size = min(n, BLOCK_TOKENS)
     v = jnp.where(exists[:, None, :, None], v, jnp.zeros((), v.dtype))  # 0 · NaN in padding would be NaN
     k, v = (pad_tokens(x, -n % size) for x in (k, v))
     position, exists = (jnp.pad(x, ((0, 0), (0, -n % size))) for x in (queries.position, exists))

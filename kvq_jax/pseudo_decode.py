@@ -22,15 +22,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kvq_jax.attention import READ_TOKENS
-from kvq_jax.cache import Cache, SideCache, block_mask, to_stored_basis
+from kvq_jax.cache import Cache, SideCache, block_mask
 from kvq_jax.constants import Constants
-from kvq_jax.formats import widen
 from kvq_jax.implementations import resolve_implementation
 from kvq_jax.layers import CachedAttention, Run, append_run, constants_of_runs, is_array_tree, plan_layers
-from kvq_jax.measures import VectorErrors, kl_divergence
+from kvq_jax.measures import kl_divergence
 from kvq_jax.memory import nbytes
+from kvq_jax.order import zero_after
 from kvq_jax.protocol import Forward, LazyLogits
+from kvq_jax.reading import cache_errors
 from kvq_jax.schemes import Scheme, full_precision
 from kvq_jax.schemes import scheme as make_scheme
 
@@ -103,11 +103,9 @@ def _compare_logits(reference: LazyLogits, quantized: LazyLogits, target: Array,
 def _after(x: Array, caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
     """The caches, whose next append must wait for x: attention has then read them, and they are updated in place.
 
-    Without this XLA:CPU keeps the order open, and copies every store at every block. It drops `optimization_barrier`
-    before it places copies, so the order is made of a zero that it does not see through.
+    Without this XLA:CPU keeps the order open, and copies every store at every block.
     """
-    bits = lax.bitcast_convert_type(x.ravel()[0].astype(jnp.float32), jnp.uint32)
-    zero = ((bits >> 31) >> 1).astype(jnp.int32)
+    zero = zero_after(x)
 
     def wait(side: SideCache) -> SideCache:
         return dataclasses.replace(side, flushed=side.flushed + zero)
@@ -127,41 +125,6 @@ def _by_layer(parts: list[Array], runs: Sequence[Run]) -> Array:
     return jnp.concatenate([x if run.stacked else x[None] for run, x in zip(runs, parts, strict=True)])
 
 
-def _cache_errors(caches: tuple[Cache, Cache], rows: slice) -> tuple[VectorErrors, VectorErrors]:
-    """The main store against the reference's keys and values, tile by tile.
-
-    caches: the reference's and the quantized one. rows: of the quantized one, those of one regime.
-    """
-    reference, cache = caches
-
-    def side_errors(name: str) -> VectorErrors:
-        exact, side = getattr(reference, name), getattr(cache, name)
-        tile = side.tile_tokens
-        size = max(READ_TOKENS // tile, 1) * tile
-        flushed = side.flushed[rows]
-        steps = -(-side.store_tokens // size)
-
-        def step(total: VectorErrors, i: Array) -> tuple[VectorErrors, None]:
-            first = jnp.minimum(i * size, max(side.store_tokens - size, 0))
-            token = first + jnp.arange(min(size, side.store_tokens))
-            leaves = {
-                leaf: lax.dynamic_slice_in_dim(x[rows], first // tile, len(token) // tile, axis=2)
-                for leaf, x in side.store.items()
-            }
-            x_hat = side.tokens(leaves)
-            x = lax.dynamic_slice_in_dim(exact.store["values"], cache.scheme.sink + first, len(token), axis=2)
-            x = widen(x[:, :, :, 0])
-            x = to_stored_basis(side.side, x, jnp.float32, cache.rope, cache.scheme.sink + token[None])
-            exists = (token >= i * size) & (token < flushed[:, None])
-            now = VectorErrors.of(x, x_hat, jnp.broadcast_to(exists[:, None], x.shape[:3]))
-            return jax.tree.map(jnp.add, total, now), None
-
-        start = VectorErrors(*[jnp.float32(0)] * 5)
-        return lax.scan(step, start, jnp.arange(steps))[0] if side.store_tokens else start
-
-    return side_errors("k"), side_errors("v")
-
-
 def _stored(
     runs: Sequence[Run], reference: Sequence[Cache], quantized: Sequence[Cache], regimes: int
 ) -> dict[str, Array]:
@@ -175,7 +138,7 @@ def _stored(
         flushed.append(tokens if quantizes else jnp.zeros_like(tokens))
         by_regime = []
         for r in range(regimes):
-            measure = functools.partial(_cache_errors, rows=slice(r * batch, (r + 1) * batch))
+            measure = functools.partial(cache_errors, rows=slice(r * batch, (r + 1) * batch))
             if quantizes:
                 k, v = measure((exact, cache)) if run.stacked is None else lax.map(measure, (exact, cache))
                 by_regime.append([k.relative_mse(), k.ratio_mean(), k.ratio_std(), v.relative_mse()])

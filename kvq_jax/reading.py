@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvq_jax.cache import (
     Cache,
@@ -13,11 +13,16 @@ from kvq_jax.cache import (
     is_concrete,
     pad_tokens,
     put_tokens,
+    to_stored_basis,
     tokens_where,
 )
 from kvq_jax.constants import Given
+from kvq_jax.formats import widen
+from kvq_jax.measures import VectorErrors
 from kvq_jax.rope import Rope
 from kvq_jax.schemes import Scheme
+
+READ_TOKENS = 1024  # tokens of a read tile: large enough to keep a matrix product busy, small enough for a CPU's cache
 
 
 def _read_side(side: SideCache, length: Array, capacity: int, rope: Rope | None) -> Array:
@@ -74,3 +79,38 @@ def roundtrip(
         rope=rope,
     )
     return read(append(cache, k, v))
+
+
+def cache_errors(caches: tuple[Cache, Cache], rows: slice) -> tuple[VectorErrors, VectorErrors]:
+    """The main store against the reference's keys and values, tile by tile.
+
+    caches: the reference's and the quantized one. rows: of the quantized one, those of one regime.
+    """
+    reference, cache = caches
+
+    def side_errors(name: str) -> VectorErrors:
+        exact, side = getattr(reference, name), getattr(cache, name)
+        tile = side.tile_tokens
+        size = max(READ_TOKENS // tile, 1) * tile
+        flushed = side.flushed[rows]
+        steps = -(-side.store_tokens // size)
+
+        def step(total: VectorErrors, i: Array) -> tuple[VectorErrors, None]:
+            first = jnp.minimum(i * size, max(side.store_tokens - size, 0))
+            token = first + jnp.arange(min(size, side.store_tokens))
+            leaves = {
+                leaf: lax.dynamic_slice_in_dim(x[rows], first // tile, len(token) // tile, axis=2)
+                for leaf, x in side.store.items()
+            }
+            x_hat = side.tokens(leaves)
+            x = lax.dynamic_slice_in_dim(exact.store["values"], cache.scheme.sink + first, len(token), axis=2)
+            x = widen(x[:, :, :, 0])
+            x = to_stored_basis(side.side, x, jnp.float32, cache.rope, cache.scheme.sink + token[None])
+            exists = (token >= i * size) & (token < flushed[:, None])
+            now = VectorErrors.of(x, x_hat, jnp.broadcast_to(exists[:, None], x.shape[:3]))
+            return jax.tree.map(jnp.add, total, now), None
+
+        start = VectorErrors(*[jnp.float32(0)] * 5)
+        return lax.scan(step, start, jnp.arange(steps))[0] if side.store_tokens else start
+
+    return side_errors("k"), side_errors("v")

@@ -1,8 +1,10 @@
 """Affine codes: x̂ = (code · scale + zero) · second scale, with rows along channels (K) or along tokens (V).
 
-For few queries (decoding) a tile is read without dequantizing it: per-channel scales are folded into the query (K) or
-into the tile's output (V), per-token scales into the scores (K) or into the probabilities (V), and what stays is a
-product with the codes. For many queries (a block) the tile, and no more than it, is decoded first: that is cheaper.
+For few queries (decoding) a tile is read without dequantizing it: the scale of a row is folded into the query (K) or
+into the probabilities (V), zeros are a product of their own, and what stays is a product with the codes, one bit plane
+at a time. The second scale, where there is one, multiplies a plane as it is unpacked, which is free: it turns V's many
+short products into one long one, and XLA:CPU compiles the unpacking to vectors only where something as long as the
+plane's rows comes in. For many queries (a block) the tile, and no more than it, is decoded first: that is cheaper.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvq_jax.formats import SCALE_DTYPES, rounded, store, store_scale, uniform_codes, widen
-from kvq_jax.packing import pack, packed_size, unpack
+from kvq_jax.packing import interleave, pack, packed_size, planes, unpack
 from kvq_jax.quantizers.base import Leaves, Quantizer, dot
 
 
@@ -59,6 +61,13 @@ class Affine(Quantizer):
 
     def _codes(self, leaves: Leaves) -> Array:
         return unpack(leaves["codes"], self.bits, dtype=jnp.float32)
+
+    def _planes(self, leaves: Leaves, second_scale: Array | None) -> list[Array]:
+        """The codes, times the second scale `[..., C]` of a row's C elements, as `packing.planes`."""
+        codes = planes(leaves["codes"], self.bits, dtype=jnp.float32)
+        if second_scale is None:
+            return codes
+        return [x * second_scale[..., None, i :: len(codes)] for i, x in enumerate(codes)]
 
 
 @dataclass(frozen=True)
@@ -111,12 +120,14 @@ class ChannelRows(Affine):
     def scores(self, q: Array, leaves: Leaves, constants: Leaves) -> Array:
         if not self.folds(q.shape[-2]):
             return super().scores(q, leaves, constants)
-        # token_scale_j · ((q ∘ scale)·codes_j + q·zero); q: [..., queries, D] -> [..., 1, queries, D] over tiles
+        # (q ∘ scale)·(token_scale_j·codes_j) + token_scale_j (q·zero); q: [..., queries, D] -> [..., 1, queries, D]
+        token_scale = _wide(leaves, "token_scale") if "token_scale" in leaves else None
         q = q[..., None, :, :]
-        out = dot(q * _wide(leaves, "scale")[..., None, :], self._codes(leaves))
-        out += dot(q, _wide(leaves, "zero")[..., None])
-        if "token_scale" in leaves:
-            out *= _wide(leaves, "token_scale")[..., None, :]
+        scaled = q * _wide(leaves, "scale")[..., None, :]
+        zeros = dot(q, _wide(leaves, "zero")[..., None])
+        if token_scale is not None:
+            zeros *= token_scale[..., None, :]
+        out = interleave([dot(scaled, codes) for codes in self._planes(leaves, token_scale)]) + zeros
         out = jnp.swapaxes(out, -2, -3)  # [..., queries, tiles, group]
         return out.reshape(*out.shape[:-2], -1)
 
@@ -182,19 +193,24 @@ class TokenRows(Affine):
     def weighted_sum(self, p: Array, leaves: Leaves, constants: Leaves) -> Array:
         if not self.folds(p.shape[-2]):
             return super().weighted_sum(p, leaves, constants)
-        # channel_scale ∘ Σ_j p_j (scale_j·codes_j + zero_j), a sum over tiles last
-        codes, scale, zero = self._codes(leaves), _wide(leaves, "scale"), self._added(leaves)
-        tiles, tokens = codes.shape[-3:-1]
-        if "channel_scale" in leaves:
-            p = jnp.swapaxes(p.reshape(*p.shape[:-1], tiles, tokens), -2, -3)  # [..., tiles, queries, tokens]
-        else:  # nothing depends on the tile: one product over all its tokens
-            codes, scale, zero = (x.reshape(*x.shape[:-3], tiles * tokens, -1) for x in (codes, scale, zero))
-        groups = []
-        for g in range(self._groups):
-            channels = slice(g * self.group, (g + 1) * self.group)
-            part = dot(p * scale[..., None, :, g], codes[..., channels])
-            groups.append(part + dot(p, zero[..., g : g + 1]))
-        out = groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=-1)
-        if "channel_scale" in leaves:
-            out = jnp.sum(out * _wide(leaves, "channel_scale")[..., None, :], axis=-3)
-        return out
+        # Σ_j (p_j scale_j)·(codes_j ∘ channel_scale) + channel_scale ∘ Σ_j p_j zero_j, over the tokens j of all tiles
+        channel_scale = _wide(leaves, "channel_scale") if "channel_scale" in leaves else None
+        scale, zero = _wide(leaves, "scale"), self._added(leaves)
+        tiles, tokens = scale.shape[-3:-1]
+        codes = self._planes(leaves, channel_scale)
+        if self.group % len(codes):  # a group of channels is no whole number of planes' elements
+            codes = [interleave(codes)]
+        codes = [x.reshape(*x.shape[:-3], tiles * tokens, -1) for x in codes]
+        weights = [p * scale[..., g].reshape(*scale.shape[:-3], 1, -1) for g in range(self._groups)]
+        size = self.group // len(codes)
+
+        def product(plane: Array) -> Array:
+            groups = [dot(w, plane[..., g * size : (g + 1) * size]) for g, w in enumerate(weights)]
+            return groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=-1)
+
+        out = interleave([product(plane) for plane in codes])
+        if channel_scale is None:
+            zeros = dot(p, zero.reshape(*zero.shape[:-3], tiles * tokens, -1))  # [..., queries, groups]
+            return out + jnp.repeat(zeros, self.group, axis=-1)
+        by_tile = jnp.swapaxes(p.reshape(*p.shape[:-1], tiles, tokens), -2, -3)  # [..., tiles, queries, tokens]
+        return out + dot(jnp.swapaxes(dot(by_tile, zero)[..., 0], -1, -2), channel_scale)

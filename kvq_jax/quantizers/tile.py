@@ -88,6 +88,10 @@ class _Gridded(Affine):
         codes = lax.optimization_barrier(unpack(leaves["codes"], self.bits, dtype=jnp.int32))
         return lax.optimization_barrier(grid_values(codes, self.bits, self.grid))
 
+    def _planes(self, leaves: Leaves, second_scale: Array | None) -> list[Array]:
+        levels = self._codes(leaves)  # a level may depend on the codes beside it
+        return [levels if second_scale is None else levels * second_scale[..., None, :]]
+
     def balance(self, rows: Array) -> Array:
         """The column scales `[C]` of one tile."""
         if self.normalize == "none":

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvq_jax.packing import BITS, pack, packed_size, unpack
+from kvq_jax.packing import BITS, interleave, pack, packed_size, planes, unpack
 
 
 def bits_of(codes: np.ndarray, bits: int) -> bytes:
@@ -27,6 +27,16 @@ def test_bytes_are_the_bits_in_order_and_unpack_inverts(bits: int, axis: int) ->
     back = np.asarray(unpack(packed, bits, axis))
     assert back.dtype == np.uint8
     np.testing.assert_array_equal(back, codes)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_planes_are_every_pth_code_and_interleave_puts_them_in_order(bits: int) -> None:
+    codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 5, 48)).astype(np.uint8)
+    parts = planes(pack(codes, bits), bits)
+    assert len(parts) == (8 if bits == 3 else 8 // bits)
+    for i, part in enumerate(parts):
+        np.testing.assert_array_equal(part, codes[..., i :: len(parts)])
+    np.testing.assert_array_equal(interleave(parts), codes)
 
 
 def test_what_cannot_be_packed_is_named() -> None:
