@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvq_jax.lloyd_max import gaussian_levels
+from kvq_jax.packing import planes, words
 
 BITS = (1, 2, 3, 4)
 GRIDS = ("trellis", "lloyd", "uniform")
@@ -66,20 +67,40 @@ def _index(codes: Array, grid: str) -> Array:
 
 
 def grid_table_values(codes: Array, bits: int, grid: str) -> Array:
-    """`grid_values`, looked up: slower, but the same bits in every program, where a polynomial's products may be fused
-    into its sums or not. For what decides about stored bytes."""
+    """Codes `[..., C]` of whole rows -> their levels, looked up: slower than `grid_planes`, but the same bits in every
+    program, where a polynomial's products may be fused into its sums or not. For what decides about stored bytes."""
     return jnp.asarray(levels(bits, grid), jnp.float32)[_index(codes, grid)]
 
 
-def grid_values(codes: Array, bits: int, grid: str) -> Array:
-    """Codes `[..., C]` of whole rows -> their levels, float32."""
-    index = _index(codes, grid)
-    t = index.astype(jnp.float32) * np.float32(2 / (len(levels(bits, grid)) - 1)) - np.float32(1)
+def _values_at(index: Array, bits: int, grid: str, scale: Array | float) -> Array:
+    """Levels by their index, times a positive scale.
+
+    The sign, an odd function's, is put on as bits: that also ends what XLA:CPU would take into the product that reads
+    the levels, and there it works element by element.
+    """
+    count = len(levels(bits, grid))
+    twice = 2 * index - (count - 1)
+    t = jnp.abs(twice).astype(jnp.float32) * np.float32(1 / (count - 1))
     *rest, last = (np.float32(c) for c in coefficients(bits, grid))
     square, value = t * t, jnp.full_like(t, last)
     for c in reversed(rest):
         value = value * square + c
-    return value * t
+    magnitude = lax.bitcast_convert_type(value * t * scale, jnp.int32)
+    return lax.bitcast_convert_type(magnitude | (twice & np.int32(-(2**31))), jnp.float32)
+
+
+def grid_planes(packed: Array, bits: int, grid: str, scale: Array | None = None) -> list[Array]:
+    """The levels of packed whole rows, as `packing.planes`, times a positive scale `[..., C]` of their elements."""
+    index = planes(packed, bits, jnp.int32)
+    count = len(index)
+    if grid == "trellis":  # each with the two before it: below a word's own codes, the last two of the word before
+        word = words(packed, bits)
+        before = jnp.pad(word, [(0, 0)] * (word.ndim - 1) + [(1, 0)])[..., :-1]
+        word = (word << (2 * bits)) | (before >> ((count - 2) * bits))
+        last, older = ([(word >> ((i + back) * bits)) & 1 for i in range(count)] for back in (1, 0))
+        index = [2 * (code ^ o) + b for code, b, o in zip(index, last, older, strict=True)]
+    scales: list[Array | float] = [1.0] * count if scale is None else [scale[..., i::count] for i in range(count)]
+    return [_values_at(i, bits, grid, s) for i, s in zip(index, scales, strict=True)]
 
 
 def grid_codes(x: Array, bits: int, grid: str) -> Array:

@@ -60,18 +60,23 @@ def unpack(packed: Array, bits: int, axis: int = -1, dtype: DTypeLike = jnp.uint
     return jnp.moveaxis(codes.astype(dtype).reshape(*codes.shape[:-2], codes.shape[-2] * per_unit), -1, axis)
 
 
+def words(packed: Array, bits: int) -> Array:
+    """The last axis as int32 words of whole codes: code i of a word occupies its bits [i·b, (i+1)·b)."""
+    _, unit_bytes = _unit(bits)
+    if unit_bytes == 1:
+        return packed.astype(jnp.int32)
+    x = packed.reshape(*packed.shape[:-1], packed.shape[-1] // unit_bytes, unit_bytes).astype(jnp.int32)
+    return jnp.sum(x << (8 * jnp.arange(unit_bytes)), axis=-1)
+
+
 def planes(packed: Array, bits: int, dtype: DTypeLike = jnp.uint8) -> list[Array]:
-    """The codes of the last axis, not interleaved: entry i holds codes i, i + P, i + 2P, …, for P codes in a unit.
+    """The codes of the last axis, not interleaved: entry i holds codes i, i + P, i + 2P, …, for P codes in a word.
 
     `interleave` puts the entries, or what was computed from each, back in order. Unpacking like this is several times
-    as fast on a CPU: neighbours come from neighbouring bytes, shifted alike.
+    as fast on a CPU: neighbours come from neighbouring words, shifted alike.
     """
-    per_unit, unit_bytes = _unit(bits)
-    if unit_bytes > 1:
-        codes = unpack(packed, bits, dtype=dtype)
-        return [codes[..., i::per_unit] for i in range(per_unit)]
-    wide = packed.astype(jnp.int32)
-    return [((wide >> (bits * i)) & (2**bits - 1)).astype(dtype) for i in range(per_unit)]
+    word, (per_unit, _) = words(packed, bits), _unit(bits)
+    return [((word >> (bits * i)) & (2**bits - 1)).astype(dtype) for i in range(per_unit)]
 
 
 def interleave(parts: list[Array]) -> Array:

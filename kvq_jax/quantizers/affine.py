@@ -17,6 +17,8 @@ from kvq_jax.formats import SCALE_DTYPES, rounded, store, store_scale, uniform_c
 from kvq_jax.packing import interleave, pack, packed_size, planes, unpack
 from kvq_jax.quantizers.base import Leaves, Quantizer, dot
 
+SHORTEST_PLANE = 32
+
 
 class RoundedRows(NamedTuple):
     """One rounding group a row: row = (codes · scale + zero) · column_scale."""
@@ -63,8 +65,12 @@ class Affine(Quantizer):
         return unpack(leaves["codes"], self.bits, dtype=jnp.float32)
 
     def _planes(self, leaves: Leaves, second_scale: Array | None) -> list[Array]:
-        """The codes, times the second scale `[..., C]` of a row's C elements, as `packing.planes`."""
-        codes = planes(leaves["codes"], self.bits, dtype=jnp.float32)
+        """The codes, times the second scale `[..., C]` of a row's C elements, as `packing.planes`: one where rows are
+        too short to gain by more."""
+        if packed_size(self.group, self.bits) < SHORTEST_PLANE:
+            codes = [self._codes(leaves)]
+        else:
+            codes = planes(leaves["codes"], self.bits, dtype=jnp.float32)
         if second_scale is None:
             return codes
         return [x * second_scale[..., None, i :: len(codes)] for i, x in enumerate(codes)]
@@ -198,8 +204,6 @@ class TokenRows(Affine):
         scale, zero = _wide(leaves, "scale"), self._added(leaves)
         tiles, tokens = scale.shape[-3:-1]
         codes = self._planes(leaves, channel_scale)
-        if self.group % len(codes):  # a group of channels is no whole number of planes' elements
-            codes = [interleave(codes)]
         codes = [x.reshape(*x.shape[:-3], tiles * tokens, -1) for x in codes]
         weights = [p * scale[..., g].reshape(*scale.shape[:-3], 1, -1) for g in range(self._groups)]
         size = self.group // len(codes)

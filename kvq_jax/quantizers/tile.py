@@ -15,8 +15,8 @@ from jax import Array, lax
 
 from kvq_jax.balance import variance_normalize
 from kvq_jax.formats import SCALE_DTYPES, rounded, store, store_scale, widen
-from kvq_jax.grids import BITS, GRIDS, grid_codes, grid_table_values, grid_values
-from kvq_jax.packing import pack, unpack
+from kvq_jax.grids import BITS, GRIDS, grid_codes, grid_planes, grid_table_values
+from kvq_jax.packing import interleave, pack
 from kvq_jax.quantizers.affine import Affine, ChannelRows, TokenRows, row_range
 from kvq_jax.quantizers.base import Leaves, dot
 from kvq_jax.schemes import Bits, Side, Window, option, register
@@ -84,13 +84,12 @@ class _Gridded(Affine):
     iters: int = 4
 
     def _codes(self, leaves: Leaves) -> Array:
-        # Barriers, because XLA:CPU would work all of this out again for every query that reads it.
-        codes = lax.optimization_barrier(unpack(leaves["codes"], self.bits, dtype=jnp.int32))
-        return lax.optimization_barrier(grid_values(codes, self.bits, self.grid))
+        return interleave(self._planes(leaves, None))
 
     def _planes(self, leaves: Leaves, second_scale: Array | None) -> list[Array]:
-        levels = self._codes(leaves)  # a level may depend on the codes beside it
-        return [levels if second_scale is None else levels * second_scale[..., None, :]]
+        return grid_planes(
+            leaves["codes"], self.bits, self.grid, None if second_scale is None else second_scale[..., None, :]
+        )
 
     def balance(self, rows: Array) -> Array:
         """The column scales `[C]` of one tile."""
@@ -189,13 +188,15 @@ class TileValues(_Gridded, TokenRows):
     def weighted_sum(self, p: Array, leaves: Leaves, constants: Leaves) -> Array:
         if self.mean == "token" or not self.folds(p.shape[-2]):
             return super().weighted_sum(p, leaves, constants)
-        # Σ_tiles (channel_scale ∘ Σ_j p_j scale_j·g(codes_j) + channel_mean·Σ_j p_j)
-        levels = self._codes(leaves)
-        p = jnp.swapaxes(p.reshape(*p.shape[:-1], *levels.shape[-3:-1]), -2, -3)  # [..., tiles, queries, tokens]
-        out = dot(p * widen(leaves["scale"])[..., None, :, 0], levels) * widen(leaves["channel_scale"])[..., None, :]
+        # Σ_j (p_j scale_j)·(g(codes_j) ∘ channel_scale) + Σ_tiles channel_mean·Σ_j p_j, over the tokens j of all tiles
+        scale = widen(leaves["scale"])
+        tiles, tokens = scale.shape[-3:-1]
+        weights = p * scale.reshape(*scale.shape[:-3], 1, -1)
+        levels = self._planes(leaves, widen(leaves["channel_scale"]))
+        out = interleave([dot(weights, x.reshape(*x.shape[:-3], tiles * tokens, -1)) for x in levels])
         if self.mean == "channel":
-            out += p.sum(-1, keepdims=True) * widen(leaves["channel_mean"])[..., None, :]
-        return out.sum(-3)
+            out += dot(p.reshape(*p.shape[:-1], tiles, tokens).sum(-1), widen(leaves["channel_mean"]))
+        return out
 
 
 @register("tile", "KVarN's balanced tile, rounded by a trellis of Gaussian levels, every token's norm restored")

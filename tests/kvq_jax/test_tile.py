@@ -10,8 +10,9 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 import kvq_jax as kvq
-from kvq_jax.grids import BITS, grid_codes, grid_values, levels
+from kvq_jax.grids import BITS, grid_codes, grid_planes, levels
 from kvq_jax.lloyd_max import gaussian_levels
+from kvq_jax.packing import interleave, pack
 
 encode = jax.jit(lambda quantizer, tiles: quantizer.encode(tiles, {}), static_argnums=0)
 decode = jax.jit(lambda quantizer, leaves: quantizer.decode(leaves, {}), static_argnums=0)
@@ -47,6 +48,11 @@ def test_lloyd_levels_are_the_fixed_point_of_lloyd_and_max(bits: int) -> None:
         assert quad(lambda x: x * norm.pdf(x), low, high)[0] / mass == pytest.approx(level, abs=2e-6)
 
 
+def unpacked(codes: jax.Array, bits: int, grid: str) -> jax.Array:
+    """The levels of stored codes."""
+    return interleave(grid_planes(pack(codes, bits), bits, grid))
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("grid", ["lloyd", "uniform"])
 def test_every_number_gets_the_nearest_level(bits: int, grid: str) -> None:
@@ -54,7 +60,7 @@ def test_every_number_gets_the_nearest_level(bits: int, grid: str) -> None:
     nearest = np.abs(x[..., None] - all_levels).argmin(-1)
     codes = grid_codes(x, bits, grid)
     np.testing.assert_array_equal(codes, nearest)
-    np.testing.assert_allclose(grid_values(codes.astype(jnp.int32), bits, grid), all_levels[nearest], atol=2e-6)
+    np.testing.assert_allclose(unpacked(codes, bits, grid), all_levels[nearest], atol=2e-6)
 
 
 def trellis_levels(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -71,7 +77,7 @@ def trellis_levels(codes: np.ndarray, bits: int) -> np.ndarray:
 @pytest.mark.parametrize("bits", BITS)
 def test_a_trellis_code_means_what_the_definition_says(bits: int) -> None:
     codes = np.random.default_rng(bits).integers(2**bits, size=(5, 24))
-    got = grid_values(jnp.asarray(codes, jnp.int32), bits, "trellis")
+    got = unpacked(jnp.asarray(codes), bits, "trellis")
     np.testing.assert_allclose(got, trellis_levels(codes, bits), atol=2e-6)
 
 
@@ -89,7 +95,7 @@ def test_the_trellis_finds_the_best_of_all_rows_of_codes(bits: int, length: int)
 def test_the_trellis_has_a_quarter_less_error_than_the_best_levels(bits: int, error: float) -> None:
     x = gaussian(400, 128)
     codes = {grid: grid_codes(x, bits, grid).astype(jnp.int32) for grid in ("trellis", "lloyd")}
-    mse = {grid: float(np.square(x - grid_values(c, bits, grid)).mean()) for grid, c in codes.items()}
+    mse = {grid: float(np.square(x - unpacked(c, bits, grid)).mean()) for grid, c in codes.items()}
     assert mse["trellis"] == pytest.approx(error, rel=0.02)
     assert mse["trellis"] < (0.9 if bits == 1 else 0.8) * mse["lloyd"]
 
