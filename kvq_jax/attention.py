@@ -31,7 +31,7 @@ from kvq_jax.reading import READ_TOKENS, read
 from kvq_jax.rope import Rope
 from kvq_jax.rotation import hadamard
 
-BLOCK_TOKENS = 512  # keys of the current block seen at a time: their scores are what a gradient keeps
+FEW_QUERIES = 32  # rows of a KV head: decoding, as against a block
 X = TypeVar("X")
 
 
@@ -120,7 +120,9 @@ def _over_cache(
         state = dispatch.over_store(kernel, rounded, *interval, cache, scale=scale, windowed=windowed)
     elif room:
         rounded *= scale
-        size = min(max(READ_TOKENS // block, 1) * block, room)
+        # Few queries make small products, and a long store can afford to read some tokens that no row has yet.
+        longer = 2 if rows <= FEW_QUERIES and room >= 32 * READ_TOKENS else 1
+        size = min(max(longer * READ_TOKENS // block, 1) * block, room)
 
         def tiles(side: SideCache, first: Array) -> Leaves:
             count, at = size // side.tile_tokens, first // side.tile_tokens
@@ -161,7 +163,7 @@ def _over_block(q: Array, queries: _Queries, k: Array, v: Array, exists: Array, 
     """Causal attention of a block over itself, in tiles of keys. q scaled, `[batch, kv_heads, queries, head_dim]`."""
     batch, kv_heads, rows, _ = q.shape
     state, n = Softmax.start(batch, kv_heads, rows, v.shape[3]), k.shape[2]
-    size = min(n, BLOCK_TOKENS)
+    size = min(n, READ_TOKENS)
     v = jnp.where(exists[:, None, :, None], v, jnp.zeros((), v.dtype))  # 0 · NaN in padding would be NaN
     k, v = (pad_tokens(x, -n % size) for x in (k, v))
     position, exists = (jnp.pad(x, ((0, 0), (0, -n % size))) for x in (queries.position, exists))

@@ -22,7 +22,7 @@ from kvq_jax.measures import VectorErrors
 from kvq_jax.rope import Rope
 from kvq_jax.schemes import Scheme
 
-READ_TOKENS = 1024  # tokens of a read tile: large enough to keep a matrix product busy, small enough for a CPU's cache
+READ_TOKENS = 512  # tokens of a read tile: large enough to keep a matrix product busy, small enough for a CPU's cache
 
 
 def _read_side(side: SideCache, length: Array, capacity: int, rope: Rope | None) -> Array:
