@@ -18,14 +18,18 @@ from matplotlib.axes import Axes
 from scipy import stats
 
 import kvq_jax as kvq
+import models
 from experiments import pseudo_decode as decode
 from experiments.harness import flags as common
-from experiments.harness import plots
+from experiments.harness import inputs, plots
 from experiments.harness.quick import QUICK
 from experiments.harness.run import Run
 
 BLOCK, REGIMES, RESAMPLES = 128, ("static", "accumulated"), 2000
 KEY = (*decode.KEY, "constants_digest")
+CALIBRATION_TOKENS = flags.DEFINE_integer(
+    "calibration_tokens", 2048, "Tokens behind those that are read, for what is fitted to the model.", lower_bound=16
+)
 
 Row = dict[str, Any]
 
@@ -41,9 +45,12 @@ class Setting:
 
 
 def main(body: Callable[[], None]) -> None:
-    """Run an ablation as the process's main program: windows of 128, stretches of 64 positions."""
-    for flag, value in (common.SINK, 128), (common.RECENT, 128), (common.GROUP, 128), (decode.BUCKET, 64):
-        flags.set_default(flag, value)
+    """Run an ablation as the process's main program: windows of 128, the first and last two layers in full precision
+    as UltraQuant is deployed, stretches of 64 positions."""
+    for flag in (common.SINK, common.RECENT, common.GROUP):
+        flags.set_default(flag, 128)
+    flags.set_default(common.PROTECT, 2)
+    flags.set_default(decode.BUCKET, 64)
     common.main(body)
 
 
@@ -67,6 +74,18 @@ def check_stretches() -> None:
             f"--num_tokens={tokens} and --skip_positions={skip} leave {many} stretches of --bucket={bucket} positions, "
             "of which intervals need two or more; pass more tokens, or a smaller --bucket"
         )
+
+
+def tokens_behind(model: models.Model) -> np.ndarray:
+    """The text behind the part that is read, int32 `[1, --calibration_tokens]`. Raises ValueError where it ends."""
+    first, count = common.TEXT_START.value + common.BATCH.value * common.NUM_TOKENS.value, CALIBRATION_TOKENS.value
+    ids = model.tokenizer.encode(inputs.read_text(common.TEXT.value))[first : first + count]
+    if len(ids) < count:
+        raise ValueError(
+            f"--text={common.TEXT.value} has {len(ids)} tokens behind the {first} that are read, and "
+            f"--calibration_tokens={count} are needed; pass a longer text, or fewer tokens"
+        )
+    return np.array([ids], np.int32)
 
 
 def measure_all(given: decode.Inputs, settings: Sequence[Setting], results: Run) -> None:

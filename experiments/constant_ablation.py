@@ -1,15 +1,21 @@
 """UltraQuant's clipping constant: 0.156 or 0.195, for which rounding of the scale, and does MSE tell?
 
 Design: c in {0.156 (published), 1/6 (the grid ends at the maximum), 0.195, 1.0 (no clipping constant)} for every rule
-that rounds log2(c · max) to a power of two (nearest, even, floor, ceil), one c for all layers and heads. Constants that
-`experiments.calibrate` solved are more rows: --constants=DIR, once for each granularity (global, a layer, a head). All
-settings have the same sink, window and group. MSE is that of rounding what the unquantized model computed, of K
+that rounds log2(c · max) to a power of two (nearest, even, floor, ceil), one c for all layers and heads; and, for every
+rule, the constants that have the least MSE through it on the part of the text behind the one that is read, K's and V's:
+for the whole model, for a layer, for a head. They are kept in the run's `constants/`. Others are more rows:
+--constants=DIR, as `experiments.calibrate` saves them. All settings have the same sink, window, group and protected
+layers. MSE is that of rounding what the unquantized model computed, of K
 (rotated) and V (not). Reading `by_c.png`: the lowest point of a line is the best c for its rule; where the panels of
 MSE and of KL put it elsewhere, MSE picks the wrong constant. In `kl_against_mse.png` points on one rising line say that
 MSE ranks the settings as KL does. Example:
 
   python -m experiments.constant_ablation --out=out/constant        (again with --resume after an interruption)
 """
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from absl import flags
@@ -22,6 +28,7 @@ from experiments.ablation import Setting, Unit
 from experiments.harness import flags as common
 from experiments.harness import quick
 from experiments.harness.conclusion import conclude
+from experiments.harness.progress import Progress
 from experiments.harness.table import table
 from kvq_jax.block_formats import ROUNDINGS
 from kvq_jax.quantizers.ultraquant import UltraQuant
@@ -42,14 +49,12 @@ def design() -> list[str]:
     return [f"ultraquant:c={c},rounding={rounding}" for c, rounding in pairs]
 
 
-def axes(scheme: kvq.Scheme, constants: kvq.Constants | None = None) -> dict[str, str]:
-    """What the setting varies."""
+def axes(scheme: kvq.Scheme, kind: str = "global", solved: bool = False) -> dict[str, str]:
+    """What the setting varies; kind: over what a c is one number."""
     if not isinstance(scheme, UltraQuant):
         raise ValueError(f"{scheme}: this ablation is of ultraquant:…; experiments.leaderboard compares others")
-    if constants is None:
-        return {"c": PUBLISHED.get(scheme.c, f"{scheme.c:g}"), "rounding": scheme.rounding, "granularity": "global"}
-    kind = granularity(constants)
-    return {"c": f"solved, {kind}", "rounding": scheme.rounding, "granularity": kind}
+    c = f"solved, {kind}" if solved else PUBLISHED.get(scheme.c, f"{scheme.c:g}")
+    return {"c": c, "rounding": scheme.rounding, "granularity": kind}
 
 
 def granularity(constants: kvq.Constants) -> str:
@@ -60,14 +65,39 @@ def granularity(constants: kvq.Constants) -> str:
     return "layer" if all((x == x[:, :1]).all() for x in arrays) else "head"
 
 
-def solved(model: models.Model) -> list[Setting]:
-    """A setting for every --constants, at the windows of the flags; several may be of one scheme."""
+def solve(model: models.Model, folder: Path) -> dict[str, str | None]:
+    """Constants through every rounding rule and of every granularity, those in `folder` that are not there yet; their
+    folders and granularities."""
+    rules, kinds = ("nearest",) if quick.QUICK.value else ROUNDINGS, UltraQuant.choices["granularity"]
+    wanted = {folder / f"{rule}-{kind}": (rule, kind) for rule in rules for kind in kinds}
+    tokens = ablation.tokens_behind(model)
+    with tempfile.TemporaryDirectory() as captures:  # what is captured once serves all
+        for path, (rule, kind) in wanted.items():
+            if path.exists():
+                continue
+            with Progress(f"solving c ({rule}, {kind})", unit="step") as progress:
+                constants = kvq.calibrate(
+                    f"ultraquant:rounding={rule}",
+                    model.forward,
+                    tokens,
+                    model_digest=model.digest,
+                    choices={"granularity": kind},
+                    progress=progress,
+                    workdir=captures,
+                )
+            kvq.save_constants(path, constants)
+    return {str(path): kind for path, (_, kind) in wanted.items()}
+
+
+def solved(model: models.Model, folders: Mapping[str, str | None]) -> list[Setting]:
+    """A setting for every folder of constants, at the windows of the flags; several may be of one scheme. What shares a
+    constant is seen in them where it is not given."""
     found = []
-    for path in common.CONSTANTS.value:
+    for path, kind in folders.items():
         try:
             one = kvq.load_constants(path, model_digest=model.digest)
             scheme = kvq.scheme(one.scheme, **common.window_flags())
-            varied = axes(scheme, one)
+            varied = axes(scheme, kind or granularity(one), solved=True)
         except ValueError as error:
             raise ValueError(f"--constants={path}: {error}") from None
         found.append(Setting(f"{one.scheme} with {path}", scheme, varied, one))
@@ -104,6 +134,15 @@ def sentences(measured: list[Unit], seed: int) -> list[str]:
         change = [{"c": c, "rounding": rounding} for c in ("0.156", "0.195")]
         if one := ablation.effect(measured, mean_kl["accumulated"], *change):
             found.append(f"0.195 in place of 0.156 changes it by ×{one[0]} ({rounding})")
+    for before, after, what in (
+        ({"c": "0.195", "rounding": "nearest"}, "global", "c solved for the model in place of 0.195 (nearest)"),
+        ({"c": "solved, global"}, "layer", "c solved for a layer in place of the model"),
+        ({"c": "solved, global"}, "head", "c solved for a head in place of the model"),
+    ):
+        if one := ablation.effect(
+            measured, mean_kl["accumulated"], before, {"c": f"solved, {after}", "granularity": after}
+        ):
+            found.append(f"{what} by ×{one[0]}")
     k_static, k_accumulated, v_static, v_accumulated = rho.values()
     wrong, pairs = ablation.inversions(measured, mean_kl["accumulated"])
     found.append(
@@ -127,8 +166,13 @@ def body() -> None:
     methods = ablation.methods(design())
     settings = [Setting(label, scheme, axes(scheme)) for label, scheme in methods.items()]
     given = common.interruptible(lambda: decode.load_inputs(methods, lambda *_: {}))
-    settings += solved(given.model)
-    with decode.open_results(BINARY, given, key=ablation.KEY) as results:
+    settings += solved(given.model, dict.fromkeys(common.CONSTANTS.value))
+    also = {"calibration_tokens": ablation.CALIBRATION_TOKENS.value}
+    with decode.open_results(BINARY, given, key=ablation.KEY, **also) as results:
+        if not common.METHOD.present:
+            settings += solved(
+                given.model, common.interruptible(lambda: solve(given.model, results.path / "constants"))
+            )
         print(f"{len(settings)} settings; sink, recent and group {common.window_flags()}.\n")
         ablation.measure_all(given, settings, results)
         measured = ablation.units(results.rows, AXES)

@@ -3,7 +3,8 @@
 Design: every combination of rotation (of K and V, or none), scale (one ℓ2 norm a token; the largest magnitude of blocks
 of 128, 64, 32 or 16 channels, as far as a head has them) and 16 levels (uniform; Lloyd–Max for normal values in that
 scale; FP4 E2M1; without rotation also Lloyd–Max refitted to the model's own K and V on the part of the text behind the
-one that is read). Scales are float16; all settings have the same sink, window and group. MSE is that of rounding what
+one that is read). Scales are float16; all settings have the same sink, window,
+group and protected layers. MSE is that of rounding what
 the unquantized model computed. Reading `by_scale.png`: a line that falls to the right says that finer scales help; the
 distance between lines of one colour at a scale is what the levels do, solid against other dashes what the rotation
 does. In `kl_against_mse.png` points on one rising line say that MSE is all that matters. Example:
@@ -15,7 +16,6 @@ import dataclasses
 import tempfile
 from collections.abc import Iterable
 
-import numpy as np
 from absl import flags
 
 import kvq_jax as kvq
@@ -35,9 +35,6 @@ from models.registry import open_checkpoint
 BINARY = "scale_ablation"
 for module in (common, decode, ablation, quick):
     flags.adopt_module_key_flags(module)
-CALIBRATION_TOKENS = flags.DEFINE_integer(
-    "calibration_tokens", 2048, "Tokens behind those that are read, to which levels are refitted.", lower_bound=16
-)
 AXES = ("rotation", "scale", "levels")
 SCALES = ["ℓ2, token", "absmax, token", *(f"absmax/{block}" for block in sorted(BLOCKS, reverse=True))]
 QUICK = ("l2,grid=uniform", "l2,grid=lloyd", *(f"absmax,block=32,grid={grid}" for grid in ("uniform", "lloyd", "fp4")))
@@ -70,14 +67,7 @@ def constants(schemes: Iterable[kvq.Scheme], model: models.Model) -> dict[str, k
     needing = [scheme for scheme in schemes if scheme.needs_constants]
     if common.CONSTANTS.value or not needing:
         return inputs.load_constants(needing, model)
-    first, count = common.TEXT_START.value + common.BATCH.value * common.NUM_TOKENS.value, CALIBRATION_TOKENS.value
-    ids = model.tokenizer.encode(inputs.read_text(common.TEXT.value))[first : first + count]
-    if len(ids) < count:
-        raise ValueError(
-            f"--text={common.TEXT.value} has {len(ids)} tokens behind the {first} that are read, and levels are "
-            f"refitted to --calibration_tokens={count}; pass a longer text, or fewer tokens"
-        )
-    tokens, found = np.array([ids], np.int32), {}
+    tokens, found = ablation.tokens_behind(model), {}
     with tempfile.TemporaryDirectory() as folder:  # what is captured once serves all
         for scheme in needing:
             with Progress(f"refitting {scheme.calibrated()}", unit="step") as progress:
@@ -156,7 +146,7 @@ def body() -> None:
         for label, scheme in methods.items()
     ]
     given = dataclasses.replace(given, constants={})  # a row's key has its own
-    also = {"calibration_tokens": CALIBRATION_TOKENS.value}
+    also = {"calibration_tokens": ablation.CALIBRATION_TOKENS.value}
     with decode.open_results(BINARY, given, key=ablation.KEY, **also) as results:
         print(f"{len(settings)} settings; sink, recent and group {common.window_flags()}.\n")
         ablation.measure_all(given, settings, results)

@@ -92,12 +92,31 @@ def test_constants_and_solved_ones_of_the_same_scheme_are_rows_of_their_own(
     assert capsys.readouterr().out.count("already in") == 4
 
 
+def test_constants_are_solved_kept_and_not_solved_again(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [*argv, "--quick", "--calibration_tokens=64"]
+    assert run(constant_ablation, argv) == 0
+    assert "c solved for a layer in place of the model by ×" in " ".join(capsys.readouterr().out.split())
+    found = rows(tmp_path / "out")
+    static = {row["c"]: row for row in found if row["regime"] == "static" and row["rounding"] == "nearest"}
+    kinds = ["solved, layer", "solved, global"]  # with one head a layer, those for a head are those for a layer
+    assert list(static) == ["0.156", "1/6", "0.195", "1.0", *kinds]
+    # Least on the text behind, so nearly so on this one: more freedom, less error than the worst constant of all.
+    assert max(static[c]["key_relative_mse"] for c in kinds) < static["1.0"]["key_relative_mse"]
+    assert len({row["constants_digest"] for row in found}) == 3
+    monkeypatch.setattr(kvq, "calibrate", None)  # it would fail
+    assert run(constant_ablation, [*argv, "--resume"]) == 0
+    assert capsys.readouterr().out.count("already in") == 9
+    assert rows(tmp_path / "out") == found
+
+
 def test_what_the_ablations_do_not_measure_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for module, given, message in (
         (scale_ablation, "--method=kivi:bits=2", "this ablation is of blockgrid:…"),
         (constant_ablation, "--method=mxfp4:", "this ablation is of ultraquant:…"),
         (constant_ablation, "--regime=static", "both regimes, blocks of 128"),
-        (scale_ablation, "--method=blockgrid:grid=refit", "are refitted to --calibration_tokens=2048"),
+        (scale_ablation, "--method=blockgrid:grid=refit", "--calibration_tokens=2048 are needed"),
     ):
         assert run(module, [*argv, given]) == 2
         assert message in capsys.readouterr().err
