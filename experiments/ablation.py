@@ -26,6 +26,7 @@ from experiments.harness.quick import QUICK
 from experiments.harness.run import Run
 
 BLOCK, REGIMES, RESAMPLES = 128, ("static", "accumulated"), 2000
+FEWEST = 4  # stretches
 KEY = (*decode.KEY, "constants_digest")
 CALIBRATION_TOKENS = flags.DEFINE_integer(
     "calibration_tokens", 2048, "Tokens behind those that are read, for what is fitted to the model.", lower_bound=16
@@ -63,16 +64,18 @@ def methods(design: Sequence[str]) -> dict[str, kvq.Scheme]:
     check_stretches()
     if common.METHOD.present:
         return common.methods()
+    common.designed(design)
     return {spec: kvq.scheme(spec, **common.window_flags()) for spec in design}
 
 
 def check_stretches() -> None:
-    """Raise ValueError where the flags leave fewer than two stretches of the text to resample."""
+    """Raise ValueError where the flags leave too few stretches of the text to resample: of two or three, resamples are
+    so much alike that nearly every difference would look certain."""
     tokens, skip, bucket = common.NUM_TOKENS.value, decode.SKIP_POSITIONS.value, decode.BUCKET.value
-    if (many := sum(start >= skip for start in range(0, tokens, bucket))) < 2:
+    if (many := sum(start >= skip for start in range(0, tokens, bucket))) < FEWEST:
         raise ValueError(
             f"--num_tokens={tokens} and --skip_positions={skip} leave {many} stretches of --bucket={bucket} positions, "
-            "of which intervals need two or more; pass more tokens, or a smaller --bucket"
+            f"of which intervals need {FEWEST} or more; pass more tokens, or a smaller --bucket"
         )
 
 

@@ -54,13 +54,14 @@ def worth(measured: Sequence[Unit], kl: np.ndarray, sides: str) -> Estimate | No
 
 def of_tail(measured: Sequence[Unit], kl: np.ndarray) -> tuple[str, Estimate] | None:
     """The part of what restoring the worst tokens does that restoring only their norms does, and of the worst how many
-    per cent: the largest share that was measured of both. None where there is none."""
+    per cent: the largest share that was measured of both, and that lowers KL for certain. None where there is none."""
     both = {"part": "worst", "sides": "K and V"}
     shares = [unit.axes["share"] for unit in measured if {"restored": "token"}.items() <= unit.axes.items()]
     for share in sorted(set(shares), key=float, reverse=True):
         norm, whole = (_find(measured, restored=by, share=share, **both) for by in ("magnitude", "token"))
-        if norm is not None and whole is not None:
-            return share, Estimate.of((1 - kl[norm]) / (1 - kl[whole]))
+        if norm is not None and whole is not None and np.quantile(kl[whole][1:], 0.975) < 1:
+            done, all_ = 1 - kl[norm], 1 - kl[whole]
+            return share, Estimate.of(np.divide(done, all_, out=np.full_like(done, np.inf), where=all_ > 0))
     return None
 
 

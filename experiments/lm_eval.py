@@ -4,17 +4,17 @@ Every task is run once with the unquantized model (the reference) and once a met
 are read block by block through the packed cache, and continuations are scored or generated against it, so that a short
 context, which never leaves the full-precision window, costs nothing: the column `quantized` says how much of what was
 read lay quantized. In `metrics.png` a panel is a metric and a line a method; bars that do not reach the dashed line of
-the reference are a loss beyond the choice of documents. Needs the package lm-eval; a task of one's own is a folder with
-its YAML file (--include_path); the default is such a task, since others download their data.
+the reference are a change beyond the choice of documents. Needs the package lm-eval; a task of one's own is a folder
+with its YAML file (--include_path); the default is such a task, since others download their data.
 
   python -m experiments.lm_eval --tasks=arc_easy --tasks=hellaswag --limit=200 --out=out/lm_eval
 """
 
+import hashlib
 import importlib
 import importlib.metadata
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from experiments import lm_eval_report as report
 from experiments.harness import flags as common
-from experiments.harness import plots, proportions, quick, run, tasks
+from experiments.harness import proportions, quick, run, tasks
 from experiments.harness.conclusion import conclude
 from experiments.harness.progress import Progress
-from experiments.harness.table import table
 from experiments.lm_eval_requests import Answers
 
 BINARY = "lm_eval"
@@ -138,65 +138,16 @@ def measure(given: tasks.Given, label: str, task: str, manager: Any, title: str)
     return rows
 
 
-def against(row: run.Row, rows: Sequence[run.Row]) -> proportions.Interval | None:
-    """Less the reference's, paired by document; None for the reference itself."""
-    if row["label"] == tasks.REFERENCE:
+def own_files_digest() -> str | None:
+    """SHA-256 of what defines the tasks in --include_path, with the files' names; None without it."""
+    if not INCLUDE_PATH.value:
         return None
-    reference = next(
-        one
-        for one in rows
-        if (one["task"], one["metric"], one["label"]) == (row["task"], row["metric"], tasks.REFERENCE)
-    )
-    if row["value_each"] is None or reference["value_each"] is None:
-        return proportions.Interval(row["value"] - reference["value"], math.nan, math.nan)
-    return proportions.paired_difference(row["value_each"], reference["value_each"], seed=row["seed"])
-
-
-def shown(found: proportions.Interval | None, form: str) -> str:
-    if found is None:
-        return "–"
-    return f"{found.value:{form}}" + (f" [{found.low:{form}}, {found.high:{form}}]" if math.isfinite(found.low) else "")
-
-
-def _interval(row: run.Row) -> proportions.Interval:
-    return proportions.Interval(
-        *(math.nan if row[f"value{end}"] is None else row[f"value{end}"] for end in ("", "_lo", "_hi"))
-    )
-
-
-def metrics_png(rows: Sequence[run.Row]) -> bytes:
-    """One panel a metric, one line a method; dashed: the reference."""
-    names = list(dict.fromkeys((row["task"], row["metric"]) for row in rows))[:6]
-    labels = list(dict.fromkeys(row["label"] for row in rows))
-    fig, axes = plots.figure(len(names))
-    for axis, (task, metric) in zip(axes, names, strict=True):
-        for row in (row for row in rows if (row["task"], row["metric"]) == (task, metric)):
-            found, y = _interval(row), -labels.index(row["label"])
-            error = [[max(found.value - found.low, 0)], [max(found.high - found.value, 0)]]
-            look = plots.look(labels.index(row["label"])) | {"linestyle": "none"}
-            axis.errorbar(found.value, y, xerr=error if math.isfinite(found.low) else None, label=row["label"], **look)
-            if row["label"] == tasks.REFERENCE:
-                axis.axvline(found.value, color="#888888", linestyle="--", linewidth=0.8)
-        axis.set(title=task, xlabel=metric, yticks=[])
-    return plots.as_png(fig, "Tasks through the quantized cache; bars: 95 % over documents")
-
-
-def sentences(rows: Sequence[run.Row]) -> list[str]:
-    """What was asked, what was found, how sure."""
-    parts, losses = [], []
-    for row in rows:
-        gap = against(row, rows)
-        if gap is not None:
-            parts.append(f"{row['label']} {shown(gap, '+.3f')} {row['metric']} on {row['task']}")
-            losses += [row["label"]] * bool(gap.high < 0 or gap.low > 0)
-    documents = sorted({row["documents"] for row in rows if row["documents"]})
-    return [
-        f"Asked: what a quantized cache changes on {', '.join(dict.fromkeys(row['task'] for row in rows))}.",
-        f"Found, less the reference: {'; '.join(parts)}.",
-        f"How sure: {len(losses)} of {len(parts)} differences exclude 0 at 95 % (paired bootstrap over "
-        f"{' or '.join(map(str, documents)) or 'no'} documents); "
-        f"{min(row['quantized'] for row in rows if row['packed']):.0%} or more of what was read lay quantized.",
-    ]
+    every = (path for folder in INCLUDE_PATH.value for path in Path(folder).rglob("*"))
+    files = sorted(path for path in every if path.suffix in (".yaml", ".yml", ".py") and path.is_file())
+    whole = hashlib.sha256()
+    for path in files:
+        whole.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return whole.hexdigest()[:16]
 
 
 def body() -> None:
@@ -220,6 +171,7 @@ def body() -> None:
         "num_fewshot": NUM_FEWSHOT.value,
         "read_block": tasks.READ.value,
         "prefix": PREFIX.value,
+        "include_digest": own_files_digest(),
     }
     versions = {"lm_eval": importlib.metadata.version("lm-eval"), **common.window_flags()}
     with tasks.open_results(BINARY, given, key=KEY, **design, **versions) as results:
@@ -232,19 +184,7 @@ def body() -> None:
                 continue
             results.append(measure(given, label, task, manager, title))
         rows = results.rows
-        lines = [
-            [
-                row["label"],
-                row["task"],
-                row["metric"],
-                shown(_interval(row), ".3f"),
-                shown(against(row, rows), "+.3f"),
-                f"{row['quantized']:.0%}",
-            ]
-            for row in rows
-        ]
-        headers = ["method", "task", "metric", "value [95 %]", "less the reference [95 %]", "quantized"]
-        conclude(results, {"metrics.png": metrics_png(rows)}, table(headers, lines), sentences(rows))
+        conclude(results, {"metrics.png": report.metrics_png(rows)}, report.shown(rows), report.sentences(rows))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def design() -> tuple[dict[str, kvq.Scheme], list[Work]]:
         return methods, [Work(label, block) for block in blocks for label in methods]
     own = [str(kvq.load_constants(path).scheme) for path in common.CONSTANTS.value]
     names = list(dict.fromkeys([*(QUICK if quick.QUICK.value else METHODS), *own]))
+    common.designed(names)
     methods = {name: kvq.scheme(name, **windows) for name in names}
     exact = UNQUANTIZED[common.DTYPE.value]
     methods[exact] = kvq.scheme(exact, **windows)

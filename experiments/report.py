@@ -185,6 +185,8 @@ def body() -> None:
         raise ValueError("--runs names no run; pass a folder that a binary of experiments wrote, once for each")
     runs = [load(Path(name)) for name in dict.fromkeys(RUNS.value)]
     out = Path(common.OUT.value) if common.OUT.value else run.default_path(BINARY)
+    if inside := next((one.path for one in runs if out.resolve().is_relative_to(one.path.resolve())), None):
+        raise ValueError(f"--out={out} lies in --runs={inside}, whose files are its results alone; pass another folder")
     out.mkdir(parents=True, exist_ok=True)
     file = out / "report.html"
     run.write_atomically(file, page(runs).encode())

@@ -82,6 +82,7 @@ def plan() -> list[Work]:
         texts, specs = texts[:1], list(QUICK_SPECS)
     if FLAGS["method"].present:
         specs = list(common.METHOD.value)
+    common.designed(specs)
     unique: dict[kvq.Scheme, str] = {}
     for spec in specs:
         unique.setdefault(build(spec), spec)

@@ -180,6 +180,8 @@ def load() -> decode.Inputs:
         )
     design = METHODS[:1] if quick.QUICK.value else METHODS
     given = common.METHOD.present  # its default is that of another binary
+    if not given:
+        common.designed(design)
     methods = common.methods() if given else {spec: kvq.scheme(spec, **common.window_flags()) for spec in design}
     oracles.check_rounds(methods)
     for spec, scheme in methods.items():

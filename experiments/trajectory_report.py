@@ -79,6 +79,7 @@ def correlations(rows: Sequence[Row], seed: int) -> dict[str, tuple[Estimate, Es
 def _with_interval(own: Sequence[Row], name: str, form: str) -> str:
     values = np.array([row[name] for row in own], float)[:, None]
     low, high = interval(values, np.ones_like(values), seed=0) if len(own) > 1 else (np.nan, np.nan)
+    low, high = np.clip((low, high), 0, 1 if form.endswith("%") else np.inf)  # what is shown has no other values
     return f"{values.mean():{form}}" + (f" [{low:{form}}, {high:{form}}]" if np.isfinite(low) else "")
 
 

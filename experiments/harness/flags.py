@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -61,6 +61,11 @@ def methods() -> dict[str, kvq.Scheme]:
         if scheme not in schemes.values():
             schemes[spec.strip()] = scheme
     return schemes
+
+
+def designed(specs: Iterable[str]) -> None:
+    """What a binary with a design of its own measures where --method was not given: config.json says so."""
+    FLAGS.set_default(METHOD.name, list(specs))
 
 
 def interruptible(call: Callable[[], T]) -> T:

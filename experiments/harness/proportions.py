@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 Z = 1.959963984540054  # of 95 %
+FEW = 8  # units
 
 
 class Interval(NamedTuple):
@@ -48,12 +49,17 @@ def paired_difference(
 
 def bootstrap(x: ArrayLike, *, seed: int, resamples: int = 2000, within: bool = False) -> Interval:
     """The mean of x `[units, ...]`, with the percentile interval of resamples of its units; `within`: and of what each
-    unit that was drawn holds."""
+    unit that was drawn holds. Of fewer than 8 units Student's t interval of their means: resamples of so few are too
+    much alike."""
     x = np.asarray(x, np.float64)
     x = x.reshape(len(x), -1)
     units, size = x.shape
     if units < 2:
         return Interval(float(x.mean()), float("nan"), float("nan"))
+    if units < FEW:
+        of_units = x.mean(axis=1)
+        half = stats.t.ppf(0.975, units - 1) * of_units.std(ddof=1) / math.sqrt(units)
+        return Interval(float(x.mean()), float(x.mean() - half), float(x.mean() + half))
     generator = np.random.default_rng(seed)
     drawn = generator.integers(units, size=(resamples, units))
     if within:

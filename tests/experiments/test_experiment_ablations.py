@@ -116,6 +116,7 @@ def test_what_the_ablations_do_not_measure_is_refused(argv: list[str], capsys: p
         (scale_ablation, "--method=kivi:bits=2", "this ablation is of blockgrid:…"),
         (constant_ablation, "--method=mxfp4:", "this ablation is of ultraquant:…"),
         (constant_ablation, "--regime=static", "both regimes, blocks of 128"),
+        (constant_ablation, "--bucket=128", "leave 2 stretches of --bucket=128 positions, of which intervals need 4"),
         (scale_ablation, "--method=blockgrid:grid=refit", "--calibration_tokens=2048 are needed"),
     ):
         assert run(module, [*argv, given]) == 2

@@ -156,6 +156,19 @@ def test_what_the_norms_of_the_tail_do_of_what_the_tail_does() -> None:
     np.testing.assert_allclose([found[1].value, found[1].low, found[1].high], 0.1)
 
 
+def test_there_is_no_part_of_what_restoring_the_tail_does_where_it_may_do_nothing() -> None:
+    both = {"sides": "K and V", "part": "worst", "share": "10"}
+    kl = np.array([[1.0] * 5, [0.9, 0.9, 0.9, 1.1, 0.9], [0.95] * 5])  # of the text, then of four draws
+    measured = [unit(1.0, restored=by, **both) for by in ("nothing", "token", "magnitude")]
+    units = ablation.units(
+        [row | {"regime": regime} for row in measured for regime in ablation.REGIMES], error_anatomy_report.AXES
+    )
+    assert error_anatomy_report.of_tail(units, kl) is None
+    found = error_anatomy_report.of_tail(units, np.minimum(kl, 0.95))
+    assert found is not None
+    assert found[1].low == pytest.approx(0.5)
+
+
 @pytest.fixture(scope="module")
 def loaded(model: Path) -> models.Model:
     return models.load(str(model), context=TOKENS, scan_layers=True)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from running import run
+from running import parsed, run
 
 import kvq_jax as kvq
 import models
@@ -132,6 +132,20 @@ def test_a_missing_package_is_one_line_with_its_command(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith("the package lm-eval is not installed; pip install lm-eval==0.4.13")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_digest_of_ones_own_tasks_is_of_what_defines_them(tmp_path: Path) -> None:
+    task = tmp_path / "own" / "task.yaml"
+    task.parent.mkdir()
+    task.write_text("task: a")
+    with parsed(f"--include_path={tmp_path}"):
+        first = binary.own_files_digest()
+        (tmp_path / "rows.jsonl").write_text("{}")
+        assert binary.own_files_digest() == first
+        task.write_text("task: b")
+        assert binary.own_files_digest() != first
+    with parsed():
+        assert binary.own_files_digest() is None
 
 
 @pytest.mark.filterwarnings("ignore")

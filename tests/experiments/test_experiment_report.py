@@ -144,6 +144,10 @@ def test_what_is_not_a_run_is_one_line_and_leaves_the_page_as_it_was(
         assert (tmp_path / "out" / "report.html").read_bytes() == before
     assert run(report, []) == 2
     assert "--runs names no run" in capfd.readouterr().err
+    for inside in (good, good / "page"):
+        assert run(report, [f"--runs={good}", f"--out={inside}"]) == 2
+        assert f"--out={inside} lies in --runs={good}" in capfd.readouterr().err
+    assert not (good / "page").exists()
 
 
 def test_only_numbers_are_shown_as_numbers() -> None:

@@ -174,6 +174,15 @@ def test_paired_differences_draw_units_for_both_at_once() -> None:
     assert np.isnan(proportions.paired_difference(a[:1], b[:1], seed=0).low)
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_the_interval_of_few_units_is_students(within: bool) -> None:
+    x = np.random.default_rng(0).normal(size=(4, 5))
+    found = proportions.bootstrap(x, seed=0, within=within)
+    of_units = x.mean(1)
+    want = stats.t.interval(0.95, 3, loc=of_units.mean(), scale=stats.sem(of_units))
+    assert found == pytest.approx((of_units.mean(), *want))
+
+
 def test_where_nothing_differs_the_interval_is_not_a_point() -> None:
     hits = np.array([[1, 0], [1, 1], [0, 0]])
     _, most = wilson(0, 3)
