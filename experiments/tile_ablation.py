@@ -48,6 +48,7 @@ PARTS = {
 }
 FAMILIES = ("kivi", "hadamard", "kvarn", "turboquant", "tile")
 FIXED = ("ultraquant", "ultraquant:c=0.195")  # 4 bits, and no others
+APART = ("tile:k_bits=2,v_bits=4", "tile:k_bits=4,v_bits=2")  # which side carries the rest
 SWEEP = ("bits=1", "k_bits=2,v_bits=1", "bits=2", "bits=3", "bits=4")
 BASE = "kvarn:bits=2"  # of the ratios
 QUICK_SPECS = ("kvarn:bits=2", "tile:v_mean=token,grid=lloyd", "tile:v_mean=token")
@@ -77,7 +78,7 @@ def build(spec: str) -> kvq.Scheme:
 def plan() -> list[Work]:
     """What is measured, the parts of every text first, no scheme twice."""
     texts = common.TEXT.value.split(",") if FLAGS["text"].present else list(TEXTS)
-    specs = [*PARTS, *(f"{name}:{bits}" for name in FAMILIES for bits in SWEEP), *FIXED]
+    specs = [*PARTS, *(f"{name}:{bits}" for name in FAMILIES for bits in SWEEP), *FIXED, *APART]
     if quick.QUICK.value:
         texts, specs = texts[:1], list(QUICK_SPECS)
     if FLAGS["method"].present:
