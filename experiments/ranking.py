@@ -43,7 +43,7 @@ METHODS = (
     "tile",
     "kvquant:bits=2",
 )
-FEW, FEW_AT = ("kvarn:bits=2", "ultraquant"), (1, 64)  # methods, and the block sizes that have no others
+FEW, FEW_AT = ("kvarn:bits=2", "kitty", "ultraquant"), (1, 64)  # methods, and the block sizes that have no others
 AT_ONCE = ("ultraquant",)  # also with recent 0 and group 1
 QUICK = ("kivi:bits=2,subgroup=128", "kvarn:bits=2", "ultraquant")
 BLOCKS = (128, 16, 512, 1, 64)  # what decides comes first
@@ -84,7 +84,7 @@ def design() -> tuple[dict[str, kvq.Scheme], list[Work]]:
         Work(label, block, label in once, label == exact)
         for block in blocks
         for label in methods
-        if (block not in FEW_AT or label in (*FEW, *once)) and (label != exact or block == blocks[0])
+        if block not in FEW_AT or label in (*FEW, *once)
     ]
     return methods, work
 

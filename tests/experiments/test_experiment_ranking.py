@@ -137,11 +137,10 @@ def test_the_design_holds_every_method_at_three_block_sizes_and_a_few_at_all() -
         methods, work = ranking.design()
         assert {scheme.sink for scheme in methods.values()} == {128}
         by_block = {block: {one.label for one in work if one.block == block} for block in ranking.BLOCKS}
-        every = {*ranking.METHODS, "ultraquant, rounded at once"}
-        assert by_block[128] == every | {"fp32"}  # one check that an unquantized cache changes nothing
-        assert by_block[16] == by_block[512] == every
+        every = {*ranking.METHODS, "fp32", "ultraquant, rounded at once"}
+        assert all(by_block[block] == every for block in (16, 128, 512))
         assert by_block[1] == by_block[64] == {*ranking.FEW, "ultraquant, rounded at once"}
-        assert [one.label for one in work if one.identity] == ["fp32"]
+        assert [one.label for one in work if one.identity] == ["fp32"] * 3
         k, v = methods["ultraquant, rounded at once"].resolve(64)
         assert (k.window.recent, k.window.group, v.window.recent, v.window.group) == (0, 1, 0, 1)
     with parsed(*argv, "--quick"):
