@@ -7,12 +7,21 @@ cache; a method is worth its bytes where none is both below it and to its left. 
   python -m experiments.leaderboard --out=out/board        (again with --resume after an interruption)
 """
 
+import contextlib
+import functools
+import hashlib
+import shutil
+from pathlib import Path
+
 from absl import flags
 
+import kvq_jax as kvq
+import models
 from experiments import pseudo_decode as decode
 from experiments import pseudo_decode_report as report
-from experiments.harness import conclusion, constants, plots
+from experiments.harness import conclusion, environment, inputs, plots
 from experiments.harness import flags as common
+from experiments.harness.progress import Progress
 from experiments.harness.table import table
 
 BINARY = "leaderboard"
@@ -54,6 +63,33 @@ METHODS = [
     "mxint4",
     "nvfp4",
 ]
+# Methods that need constants and get none from --constants are calibrated on sequences of the same text that nothing
+# is measured on: those right after. Kept in the folder, by all that determines them.
+SEQUENCES, TOKENS, CONSTANTS = 4, 1024, Path("out", "constants")
+
+
+def calibrated(scheme: kvq.Scheme, model: models.Model) -> kvq.Constants:
+    """The constants of a method, read or made."""
+    start = common.TEXT_START.value + common.BATCH.value * common.NUM_TOKENS.value
+    tokens = inputs.read_windows(model, SEQUENCES, TOKENS, start)
+    versions = environment.versions()
+    determines = [scheme.calibrated(), model.digest, inputs.digest(tokens), versions["jax"], versions["kvq-jax"]]
+    path = CONSTANTS / hashlib.sha256("\n".join(determines).encode()).hexdigest()[:16]
+    if path.is_dir():
+        with contextlib.suppress(ValueError):  # an interrupted save is made again
+            return kvq.load_constants(path, scheme, model_digest=model.digest)
+    with Progress(f"calibration of {scheme.calibrated()}, {SEQUENCES} times {TOKENS} tokens", unit="step") as progress:
+        constants = kvq.calibrate(
+            scheme,
+            model.forward,
+            tokens,
+            model_digest=model.digest,
+            text_digest=inputs.digest(tokens),
+            progress=progress,
+            workdir=CONSTANTS / "captures",
+        )
+    kvq.save_constants(path, constants)
+    return constants
 
 
 def _cell(unit: report.Unit, regime: str, column: str, form: str) -> str:
@@ -139,7 +175,9 @@ def kl_against_bytes(units: list[report.Unit]) -> bytes:
 
 def body() -> None:
     """The binary, after its flags have been parsed."""
-    given = common.interruptible(lambda: decode.load_inputs(find_constants=constants.load_or_calibrate))
+    find = functools.partial(inputs.load_constants, make=calibrated)
+    given = common.interruptible(lambda: decode.load_inputs(find_constants=find))
+    shutil.rmtree(CONSTANTS / "captures", ignore_errors=True)
     with decode.open_results(BINARY, given) as results:
         print(f"{len(given.methods)} methods; sink, recent and group {common.window_flags()}.\n")
         decode.measure_all(given, results)

@@ -10,8 +10,7 @@ the methods of FEW are measured, at the same positions. Ranks, Kendall's tau of 
 each error without labels and accumulated perplexity have intervals from one bootstrap that draws the same stretches of
 the text for all. Reading `ranks.png`: lines that cross, or lie elsewhere in the other panel, are methods whose place
 depends on the measurement; where bars overlap, the text does not tell them apart. In `block_sizes.png` a point at 1
-says that this b measures what b = 1 does. KVQuant's constants come from the text behind, unless --constants gives them;
-other methods take part where it names theirs. Example:
+says that this b measures what b = 1 does. KVQuant and others take part where --constants are given. Example:
 
   python -m experiments.ranking --out=out/ranking        (again with --resume after an interruption)
 """
@@ -23,8 +22,8 @@ from absl import flags
 import kvq_jax as kvq
 from experiments import ablation, ranking_report
 from experiments import pseudo_decode as decode
-from experiments.harness import constants, inputs, quick
 from experiments.harness import flags as common
+from experiments.harness import inputs, quick
 from experiments.harness.conclusion import conclude
 from experiments.harness.run import Run
 
@@ -41,7 +40,6 @@ METHODS = (
     "turboquant:bits=4",
     "ultraquant",
     "tile",
-    "kvquant:bits=2",
 )
 FEW, FEW_AT = ("kvarn:bits=2", "kitty", "ultraquant"), (1, 64)  # methods, and the block sizes that have no others
 AT_ONCE = ("ultraquant",)  # also with recent 0 and group 1
@@ -70,10 +68,7 @@ def design() -> tuple[dict[str, kvq.Scheme], list[Work]]:
             raise ValueError("--method: a ranking is of two methods that quantize, at least; pass more")
         return methods, [Work(label, block) for block in blocks for label in methods]
     own = [str(kvq.load_constants(path).scheme) for path in common.CONSTANTS.value]
-    names = list(QUICK if quick.QUICK.value else METHODS)
-    known = {kvq.scheme(name).calibrated() for name in names}
-    own = [spec for spec in dict.fromkeys(own) if spec not in known]
-    names += own
+    names = list(dict.fromkeys([*(QUICK if quick.QUICK.value else METHODS), *own]))
     common.designed(names)
     methods = {name: kvq.scheme(name, **windows) for name in names}
     exact = UNQUANTIZED[common.DTYPE.value]
@@ -125,7 +120,7 @@ def body() -> None:
                 FLAGS[name].value = value
     ablation.check_stretches()
     methods, work = design()
-    given = common.interruptible(lambda: decode.load_inputs(methods, constants.load_or_calibrate))
+    given = common.interruptible(lambda: decode.load_inputs(methods))
     with decode.open_results(BINARY, given) as results:
         print(f"{len(work)} measurements of {given.tokens.shape[1]:,} tokens; windows {common.window_flags()}.\n")
         measure_all(given, work, results)
