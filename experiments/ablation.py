@@ -45,12 +45,12 @@ class Setting:
     constants: kvq.Constants | None = None
 
 
-def main(body: Callable[[], None]) -> None:
-    """Run an ablation as the process's main program: windows of 128, the first and last two layers in full precision
-    as UltraQuant is deployed, stretches of 64 positions."""
+def main(body: Callable[[], None], protect: int | None = None) -> None:
+    """Run an ablation as the process's main program: windows of 128, stretches of 64 positions; `protect` is the
+    default of --protect, 2 where UltraQuant is measured as it is deployed."""
     for flag in (common.SINK, common.RECENT, common.GROUP):
         flags.set_default(flag, 128)
-    flags.set_default(common.PROTECT, 2)
+    flags.set_default(common.PROTECT, protect)
     flags.set_default(decode.BUCKET, 64)
     common.main(body)
 

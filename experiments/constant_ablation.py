@@ -181,4 +181,4 @@ def body() -> None:
 
 
 if __name__ == "__main__":
-    ablation.main(body)
+    ablation.main(body, protect=2)

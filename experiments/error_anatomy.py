@@ -120,6 +120,7 @@ def measure_anatomy(given: decode.Inputs, scheme: kvq.Scheme, results: Run) -> l
                 )
 
         kv, _ = compute("errors of the reference's keys and values", exact)
+        kv = replay.regrouped(kv, of.runs)
         _, accumulated = compute("errors that accumulate", of)
         rows = []
         for regime, caches in ("static", replay.filled(of, kv)), ("accumulated", accumulated):

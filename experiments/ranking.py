@@ -115,7 +115,7 @@ def body() -> None:
     if decode.REGIME.value != list(ablation.REGIMES):
         raise ValueError("--regime is not for this binary: it compares both regimes")
     if quick.QUICK.value:
-        for name, value in (("num_tokens", 1024), ("block_size", [128, 512])):
+        for name, value in (("num_tokens", 768), ("block_size", [128, 512])):
             if not FLAGS[name].present:
                 FLAGS[name].value = value
     ablation.check_stretches()

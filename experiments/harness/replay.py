@@ -83,8 +83,25 @@ def replay(
     return [(k, v) for k, v in whole], caches
 
 
+def regrouped(kv: Sequence[KV], runs: Sequence[Run]) -> list[KV]:
+    """K and V of the same layers, in these runs: protected layers split those of the unquantized model."""
+    layers = [tuple(side[i] for side in one) if one[0].ndim == 5 else one for one in kv for i in range(_count(one))]
+    found, first = [], 0
+    for run in runs:
+        own = layers[first : first + run.layers]
+        first += run.layers
+        k, v = own[0] if run.stacked is None else (jnp.stack(side) for side in zip(*own, strict=True))
+        found.append((k, v))
+    return found
+
+
+def _count(one: KV) -> int:
+    return one[0].shape[0] if one[0].ndim == 5 else 1
+
+
 def filled(of: Plan, kv: Sequence[KV], capacity: int | None = None) -> tuple[Cache, ...]:
     """The plan's caches, holding K and V that another run computed: the static regime. capacity: default, no more."""
+    kv = regrouped(kv, of.runs)
     batch, _, total, _ = kv[0][0].shape[-4:]
     empty = of.empty(batch, capacity or total)
     return tuple(_filled(run, cache, *one) for run, cache, one in zip(of.runs, empty, kv, strict=True))

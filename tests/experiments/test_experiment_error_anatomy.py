@@ -17,6 +17,7 @@ import models
 from experiments import ablation, error_anatomy, error_anatomy_report
 from experiments.harness import oracles, replay
 from experiments.harness.progress import Progress
+from kvq_jax.layers import Run
 from kvq_jax.measures import magnitude_direction
 from kvq_jax.quantizers.base import Leaves, Quantizer
 
@@ -203,6 +204,22 @@ def test_restoring_everything_is_the_reference_and_nothing_the_method(loaded: mo
         constants = oracles.constants(oracle, everything(pair), None, loaded)
         trace = decode(loaded, text, oracle, constants)
         np.testing.assert_allclose(trace.kl, kl, atol=2e-5)
+
+
+@pytest.mark.parametrize("before", [(None,) * 5, (5,), (2, None, 2)])
+@pytest.mark.parametrize("after", [(None,) * 5, (5,), (None, 3, None)])
+def test_layers_are_regrouped_in_order(before: tuple[int | None, ...], after: tuple[int | None, ...]) -> None:
+    layers = RNG.normal(size=(5, 2, 1, 1, 4, 8)).astype(np.float32)  # [layers, K or V, batch, kv_heads, tokens, D]
+
+    def grouped(sizes: tuple[int | None, ...]) -> list[replay.KV]:
+        ends = np.cumsum([size or 1 for size in sizes])
+        groups = [layers[end - (size or 1) : end] for size, end in zip(sizes, ends, strict=True)]
+        return [
+            tuple(jnp.asarray(one[:, i] if size else one[0, i]) for i in range(2)) for size, one in zip(sizes, groups)
+        ]
+
+    runs = [Run(kv_heads=1, head_dim=8, stacked=size) for size in after]
+    jax.tree.map(np.testing.assert_array_equal, replay.regrouped(grouped(before), runs), grouped(after))
 
 
 def test_a_replay_holds_what_pseudo_decode_measures(loaded: models.Model) -> None:
