@@ -214,9 +214,11 @@ def test_layers_are_regrouped_in_order(before: tuple[int | None, ...], after: tu
     def grouped(sizes: tuple[int | None, ...]) -> list[replay.KV]:
         ends = np.cumsum([size or 1 for size in sizes])
         groups = [layers[end - (size or 1) : end] for size, end in zip(sizes, ends, strict=True)]
-        return [
-            tuple(jnp.asarray(one[:, i] if size else one[0, i]) for i in range(2)) for size, one in zip(sizes, groups)
-        ]
+        found = []
+        for size, one in zip(sizes, groups, strict=True):
+            own = jnp.asarray(one)
+            found.append((own[:, 0], own[:, 1]) if size else (own[0, 0], own[0, 1]))
+        return found
 
     runs = [Run(kv_heads=1, head_dim=8, stacked=size) for size in after]
     jax.tree.map(np.testing.assert_array_equal, replay.regrouped(grouped(before), runs), grouped(after))
