@@ -49,7 +49,7 @@ SUMS = ["--problems={here}/sums.jsonl", "--max_response=8", "--temperature=1"]
 EXPERIMENTS: dict[str, tuple[ModuleType, list[str]]] = {
     "pseudo_decode": (pseudo_decode, TWO),
     "leaderboard": (leaderboard, TWO),
-    "ranking": (ranking, TWO),
+    "ranking": (ranking, [*TWO, "--bucket=32"]),
     "tile_ablation": (tile_ablation, TWO),
     "scale_ablation": (scale_ablation, [*ABLATION, *GRIDS, "--calibration_tokens=256"]),
     "constant_ablation": (constant_ablation, [*ABLATION, *CLIPPING]),
