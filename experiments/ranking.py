@@ -79,7 +79,8 @@ def design() -> tuple[dict[str, kvq.Scheme], list[Work]]:
         Work(label, block, label in once, label == exact)
         for block in blocks
         for label in methods
-        if block not in FEW_AT or label in (*FEW, *once)
+        if (block not in FEW_AT or label in (*FEW, *once))
+        and not (quick.QUICK.value and label == exact and block != blocks[0])
     ]
     return methods, work
 
