@@ -13,6 +13,7 @@ MSE ranks the settings as KL does. Example:
   python -m experiments.constant_ablation --out=out/constant        (again with --resume after an interruption)
 """
 
+import contextlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ from experiments import ablation
 from experiments import pseudo_decode as decode
 from experiments.ablation import Setting, Unit
 from experiments.harness import flags as common
-from experiments.harness import quick
+from experiments.harness import inputs, quick
 from experiments.harness.conclusion import conclude
 from experiments.harness.progress import Progress
 from experiments.harness.table import table
@@ -73,7 +74,8 @@ def solve(model: models.Model, folder: Path) -> dict[str, str | None]:
     tokens = ablation.tokens_behind(model)
     with tempfile.TemporaryDirectory() as captures:  # what is captured once serves all
         for path, (rule, kind) in wanted.items():
-            if path.exists():
+            with contextlib.suppress(ValueError):  # it is not there, or its save was interrupted
+                kvq.load_constants(path, f"ultraquant:rounding={rule}", model_digest=model.digest)
                 continue
             with Progress(f"solving c ({rule}, {kind})", unit="step") as progress:
                 constants = kvq.calibrate(
@@ -81,6 +83,7 @@ def solve(model: models.Model, folder: Path) -> dict[str, str | None]:
                     model.forward,
                     tokens,
                     model_digest=model.digest,
+                    text_digest=inputs.digest(tokens),
                     choices={"granularity": kind},
                     progress=progress,
                     workdir=captures,

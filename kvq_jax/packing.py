@@ -50,18 +50,13 @@ def unpack(packed: Array, bits: int, axis: int = -1, dtype: DTypeLike = jnp.uint
     x = jnp.moveaxis(packed, axis, -1)
     if bits == 8:
         return packed.astype(dtype)
-    if unit_bytes == 1:  # int32, because no CPU shifts vectors of bytes: the read path runs this on every tile
-        codes = (x.astype(jnp.int32)[..., None] >> (jnp.arange(per_unit) * bits)) & (2**bits - 1)
-    else:
-        x = x.reshape(*x.shape[:-1], x.shape[-1] // unit_bytes, unit_bytes).astype(jnp.uint32)
-        word = jnp.sum(x << (8 * jnp.arange(unit_bytes, dtype=jnp.uint32)), axis=-1, dtype=jnp.uint32)
-        shifts = jnp.arange(per_unit, dtype=jnp.uint32) * bits
-        codes = (word[..., None] >> shifts) & (2**bits - 1)
+    codes = (words(x, bits)[..., None] >> (jnp.arange(per_unit) * bits)) & (2**bits - 1)
     return jnp.moveaxis(codes.astype(dtype).reshape(*codes.shape[:-2], codes.shape[-2] * per_unit), -1, axis)
 
 
 def words(packed: Array, bits: int) -> Array:
-    """The last axis as int32 words of whole codes: code i of a word occupies its bits [i·b, (i+1)·b)."""
+    """The last axis as words of whole codes: code i of a word occupies its bits [i·b, (i+1)·b). They are int32, because
+    no CPU shifts vectors of bytes, and the read path runs this on every tile."""
     _, unit_bytes = _unit(bits)
     if unit_bytes == 1:
         return packed.astype(jnp.int32)

@@ -1,10 +1,11 @@
 """Affine codes: x̂ = (code · scale + zero) · second scale, with rows along channels (K) or along tokens (V).
 
 For few queries (decoding) a tile is read without dequantizing it: the scale of a row is folded into the query (K) or
-into the probabilities (V), zeros are a product of their own, and what stays is a product with the codes, one bit plane
-at a time. The second scale, where there is one, multiplies a plane as it is unpacked, which is free: it turns V's many
-short products into one long one, and XLA:CPU compiles the unpacking to vectors only where something as long as the
-plane's rows comes in. For many queries (a block) the tile, and no more than it, is decoded first: that is cheaper.
+into the probabilities (V), zeros are a product of their own, and what stays is a product with the codes, a plane (every
+P-th code, for P in a byte) at a time. The second scale, where there is one, multiplies a plane as it is unpacked, which
+is free: it turns V's many short products into one long one, and XLA:CPU compiles the unpacking to vectors only where
+something as long as the plane's rows comes in. For many queries (a block) the tile, and no more than it, is decoded
+first: that is cheaper.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvq_jax.formats import SCALE_DTYPES, rounded, store, store_scale, uniform_c
 from kvq_jax.packing import interleave, pack, packed_size, planes, unpack
 from kvq_jax.quantizers.base import Leaves, Quantizer, dot
 
-SHORTEST_PLANE = 32
+SHORTEST_PLANE = 32  # bytes of a packed row
 
 
 class RoundedRows(NamedTuple):

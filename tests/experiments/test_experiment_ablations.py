@@ -1,6 +1,7 @@
 """The scale and constant ablations on a tiny checkpoint, and how they compare settings."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,12 @@ def test_constants_are_solved_kept_and_not_solved_again(
     # Least on the text behind, so nearly so on this one: more freedom, less error than the worst constant of all.
     assert max(static[c]["key_relative_mse"] for c in kinds) < static["1.0"]["key_relative_mse"]
     assert len({row["constants_digest"] for row in found}) == 3
+    torn = tmp_path / "out" / "constants" / "nearest-global"
+    shutil.rmtree(torn)
+    torn.mkdir()  # as a kill leaves it
+    assert run(constant_ablation, [*argv, "--resume"]) == 0
+    assert rows(tmp_path / "out") == found  # solved again, to the same digits
+    capsys.readouterr()
     monkeypatch.setattr(kvq, "calibrate", None)  # it would fail
     assert run(constant_ablation, [*argv, "--resume"]) == 0
     assert capsys.readouterr().out.count("already in") == 9
