@@ -49,14 +49,14 @@ SUMS = ["--problems={here}/sums.jsonl", "--max_response=8", "--temperature=1"]
 EXPERIMENTS: dict[str, tuple[ModuleType, list[str]]] = {
     "pseudo_decode": (pseudo_decode, TWO),
     "leaderboard": (leaderboard, TWO),
-    "ranking": (ranking, [*TWO, "--bucket=32"]),
-    "tile_ablation": (tile_ablation, TWO),
-    "scale_ablation": (scale_ablation, [*ABLATION, *GRIDS, "--calibration_tokens=256"]),
-    "constant_ablation": (constant_ablation, [*ABLATION, *CLIPPING]),
+    "ranking": (ranking, [*TWO, "--bucket=32", "--quick"]),
+    "tile_ablation": (tile_ablation, [*TWO, "--quick"]),
+    "scale_ablation": (scale_ablation, [*ABLATION, *GRIDS, "--calibration_tokens=256", "--quick"]),
+    "constant_ablation": (constant_ablation, [*ABLATION, *CLIPPING, "--quick"]),
     "error_anatomy": (error_anatomy, [*STRETCHES, "--quick"]),
-    "trajectory": (trajectory, [*PROMPTS, "--method=kivi:bits=2"]),
-    "retrieval": (retrieval, [*NEEDLES, *TASKS]),
-    "reasoning": (reasoning, [*SUMS, *TASKS]),
+    "trajectory": (trajectory, [*PROMPTS, "--method=kivi:bits=2", "--quick"]),
+    "retrieval": (retrieval, [*NEEDLES, *TASKS, "--quick"]),
+    "reasoning": (reasoning, [*SUMS, *TASKS, "--quick"]),
 }
 
 
