@@ -117,6 +117,21 @@ def attention(scheme: kvq.Scheme) -> Iterator[Ratio]:
     yield Ratio("its XLA temporaries / 8 MiB", temporaries, 8.0, "MiB", "<= 1")
 
 
+def encoding() -> Iterator[Ratio]:
+    """Writing the store: `tile`, with its search, against KVarN at the same bits; K and V, 8 KV heads."""
+    heads, head_dim, tokens = 8, 128, 1024
+    x = jax.random.normal(jax.random.key(common.SEED.value), (1, heads, tokens // 128, 128, head_dim))
+
+    def of(spec: str) -> Callable[[], Any]:
+        sides = kvq.scheme(spec, group=128).resolve(head_dim)
+        encode = jax.jit(lambda x: [side.quantizer.encode(x, {}) for side in sides])
+        return lambda: encode(x)
+
+    for bits in (2, 4):
+        tile, kvarn = side_by_side(of(f"tile:bits={bits}"), of(f"kvarn:bits={bits}"), repeats=2 * REPEATS.value)
+        yield Ratio(f"writing tile / kvarn, {bits} bits", tokens / tile, tokens / kvarn, "tokens/s", ">= 0.5")
+
+
 def decoding(model: models.Model, scheme: kvq.Scheme, tokens: Array, capacity: int) -> Callable[[], Array]:
     """A loop of 16 decoded tokens (b = 1) at a context of 256, in caches of `capacity`."""
     runs = plan_layers(model.forward, scheme, 1, 1, jnp.float32)
@@ -194,6 +209,7 @@ def body() -> None:
 
     def measure() -> Iterator[Ratio]:
         yield from attention(scheme)
+        yield from encoding()
         yield from capacity(model, scheme, tokens)
         yield from compilation(scheme, tokens)
         yield from pseudo_decode(model, scheme, tokens)

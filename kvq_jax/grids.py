@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvq_jax.lloyd_max import gaussian_levels
-from kvq_jax.packing import planes, words
+from kvq_jax.packing import codes_in_word, planes, words
 
 BITS = (1, 2, 3, 4)
 GRIDS = ("trellis", "lloyd", "uniform")
@@ -72,8 +72,8 @@ def grid_table_values(codes: Array, bits: int, grid: str) -> Array:
     return jnp.asarray(levels(bits, grid), jnp.float32)[_index(codes, grid)]
 
 
-def _values_at(index: Array, bits: int, grid: str, scale: Array | float) -> Array:
-    """Levels by their index, times a positive scale.
+def level_values(index: Array, bits: int, grid: str, scale: Array | float = 1.0) -> Array:
+    """Levels by their index, int32, times a positive scale.
 
     The sign, an odd function's, is put on as bits: that also ends what XLA:CPU would take into the product that reads
     the levels, and there it works element by element.
@@ -89,18 +89,28 @@ def _values_at(index: Array, bits: int, grid: str, scale: Array | float) -> Arra
     return lax.bitcast_convert_type(magnitude | (twice & np.int32(-(2**31))), jnp.float32)
 
 
+def trellis_indices(word: Array, before: Array, bits: int) -> list[Array]:
+    """Which level each code of packed words (`packing.words`) stands for: entry i of the codes i, i + P, …
+
+    before: the last two codes of the word before, as the two codes of a word.
+    """
+    word = (word << (2 * bits)) | before
+    codes = [word >> ((i + 2) * bits) & (2**bits - 1) for i in range(codes_in_word(bits))]
+    last, older = ([(word >> ((i + back) * bits)) & 1 for i in range(len(codes))] for back in (1, 0))
+    return [2 * (code ^ o) + b for code, b, o in zip(codes, last, older, strict=True)]
+
+
 def grid_planes(packed: Array, bits: int, grid: str, scale: Array | None = None) -> list[Array]:
     """The levels of packed whole rows, as `packing.planes`, times a positive scale `[..., C]` of their elements."""
-    index = planes(packed, bits, jnp.int32)
-    count = len(index)
-    if grid == "trellis":  # each with the two before it: below a word's own codes, the last two of the word before
+    if grid == "trellis":
         word = words(packed, bits)
         before = jnp.pad(word, [(0, 0)] * (word.ndim - 1) + [(1, 0)])[..., :-1]
-        word = (word << (2 * bits)) | (before >> ((count - 2) * bits))
-        last, older = ([(word >> ((i + back) * bits)) & 1 for i in range(count)] for back in (1, 0))
-        index = [2 * (code ^ o) + b for code, b, o in zip(index, last, older, strict=True)]
+        index = trellis_indices(word, before >> ((codes_in_word(bits) - 2) * bits), bits)
+    else:
+        index = planes(packed, bits, jnp.int32)
+    count = len(index)
     scales: list[Array | float] = [1.0] * count if scale is None else [scale[..., i::count] for i in range(count)]
-    return [_values_at(i, bits, grid, s) for i, s in zip(index, scales, strict=True)]
+    return [level_values(i, bits, grid, s) for i, s in zip(index, scales, strict=True)]
 
 
 def grid_codes(x: Array, bits: int, grid: str) -> Array:
@@ -116,41 +126,57 @@ def grid_codes(x: Array, bits: int, grid: str) -> Array:
 
 
 UNIT, LARGEST = 512, 8  # fixed point: a level is off by 0.001 at most, and a squared error fits 32 bits
+ROWS = 512  # that take a step together on a CPU: what a step carries stays in its first cache
 _UNREACHED = 2**29
 
 
 def _trellis_codes(x: Array, bits: int) -> Array:
+    """`_search`, on a CPU for ROWS rows after the other."""
+
+    def by_rows(x: Array) -> Array:
+        rows = x.reshape(-1, x.shape[-1])
+        padded = jnp.pad(rows, ((0, -len(rows) % ROWS), (0, 0))).reshape(-1, ROWS, x.shape[-1])
+        codes = lax.map(functools.partial(_search, bits=bits), padded)
+        return codes.reshape(-1, x.shape[-1])[: len(rows)].reshape(x.shape)
+
+    at_once = functools.partial(_search, bits=bits)
+    if x.size <= ROWS * x.shape[-1]:
+        return at_once(x)
+    return lax.platform_dependent(x, cpu=by_rows, default=at_once)
+
+
+def _search(x: Array, bits: int) -> Array:
     """Viterbi's algorithm over the rows, which all take a step together. Costs are integers."""
     level = np.round(levels(bits, "trellis") * UNIT).astype(np.int32)
     fixed = jnp.round(jnp.clip(jnp.where(jnp.isnan(x), 0.0, x), -LARGEST, LARGEST) * UNIT).astype(jnp.int32)
 
-    def step(costs: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """costs: of the best path into each state 2·u_(j−2) + u_(j−1) before x. A code is 2·high + u."""
+    def step(costs: tuple[Array, ...], x: Array) -> tuple[tuple[Array, ...], Array]:
+        """costs: of the best path into each state 2·u_(j−2) + u_(j−1) before x, over that into state 0. Returns with
+        the new ones, for each state a byte of the choice that led there: 2·(high bits of the code) + u_(j−2)."""
         nearest, high = [], []  # of the levels m, m + 4, … that a branch may choose from
         for m in range(4):
             errors = [g * (g - 2 * x) for g in level[m::4]]
             nearest.append(functools.reduce(jnp.minimum, errors))
             mids = (level[m::4][1:] + level[m::4][:-1]) / 2
             high.append(sum((x > int(np.floor(mid))).astype(jnp.int32) for mid in mids))
-        into, choices = [], []
+        into, choices = [], jnp.zeros_like(x)
         for state in range(4):
             u, before = state & 1, state >> 1  # u_j and u_(j−1)
             paths = [costs[2 * old + before] + nearest[2 * (u ^ old) + before] for old in (0, 1)]
             older = paths[1] < paths[0]
             into.append(jnp.minimum(*paths))
             top = jnp.where(older, high[2 * (u ^ 1) + before], high[2 * u + before])
-            choices.append((2 * top + older).astype(jnp.uint8))
-        least = functools.reduce(jnp.minimum, into)
-        return tuple(cost - least for cost in into), tuple(choices)
+            choices |= (2 * top + older) << (8 * state)
+        return tuple(cost - into[0] for cost in into), choices
 
     first = jnp.zeros(x.shape[:-1], jnp.int32)
     costs, choices = lax.scan(step, (first, *[first + _UNREACHED] * 3), jnp.moveaxis(fixed, -1, 0))
 
-    def back(state: Array, choices: tuple[Array, ...]) -> tuple[Array, Array]:
-        choice = functools.reduce(lambda found, i: jnp.where(state == i, choices[i], found), range(1, 4), choices[0])
+    def back(state: Array, choices: Array) -> tuple[Array, Array]:
+        choice = choices >> (8 * state) & 0xFF
         # state 2·u_(j−1) + u_j after the step
-        return (state >> 1) + 2 * (choice & 1), ((choice >> 1) << 1) + (state & 1)
+        return (state >> 1) + 2 * (choice & 1), ((choice >> 1 << 1) + (state & 1)).astype(jnp.uint8)
 
-    last = jnp.argmin(jnp.stack(costs), axis=0).astype(jnp.uint8)
+    last = jnp.argmin(jnp.stack(costs), axis=0).astype(jnp.int32)
     _, codes = lax.scan(back, last, choices, reverse=True)
     return jnp.moveaxis(codes, 0, -1)

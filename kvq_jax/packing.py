@@ -18,6 +18,11 @@ def _unit(bits: int) -> tuple[int, int]:
     return (8, 3) if bits == 3 else (8 // bits, 1)
 
 
+def codes_in_word(bits: int) -> int:
+    """Of `words`: 8/bits, and 8 of 3 bits."""
+    return _unit(bits)[0]
+
+
 def packed_size(count: int, bits: int) -> int:
     """Bytes that `count` codes take. Raises ValueError if they do not fill whole units."""
     codes, size = _unit(bits)
@@ -70,8 +75,8 @@ def planes(packed: Array, bits: int, dtype: DTypeLike = jnp.uint8) -> list[Array
     `interleave` puts the entries, or what was computed from each, back in order. Unpacking like this is several times
     as fast on a CPU: neighbours come from neighbouring words, shifted alike.
     """
-    word, (per_unit, _) = words(packed, bits), _unit(bits)
-    return [((word >> (bits * i)) & (2**bits - 1)).astype(dtype) for i in range(per_unit)]
+    word = words(packed, bits)
+    return [((word >> (bits * i)) & (2**bits - 1)).astype(dtype) for i in range(codes_in_word(bits))]
 
 
 def interleave(parts: list[Array]) -> Array:

@@ -19,12 +19,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from kvq_jax.grids import level_values, trellis_indices
+from kvq_jax.packing import codes_in_word
 from pallas_kernels._internals import GROUP, dot_scaled
 
 Ref = Any  # a window of an operand: what Pallas hands to a kernel
 SMALLEST = 16  # of any side of a matrix product
 CHANNELS = 64  # of an affine tile of K in one product
 MX_NAN = 255
+OF_TILES = ("channel_scale", "channel_mean")  # leaves of V that the tokens of a tile share
 
 
 def bf16_terms(x: Array, count: int) -> list[Array]:
@@ -102,14 +105,65 @@ def planes(codes: Array, bits: int) -> list[Array]:
     return [codes >> (bits * i) & (2**bits - 1) for i in range(8 // bits)]
 
 
-def unpacked(codes: Array, bits: int) -> Array:
-    """uint8 bytes `[rows, n]` -> their codes in order, exact in bfloat16, `[rows, n·8/bits]`. Triton joins only pairs,
-    on a new last axis."""
-    parts = [plane.astype(jnp.bfloat16) for plane in planes(codes.astype(jnp.int32), bits)]
+@dataclass(frozen=True)
+class Codes:
+    """Rows of codes, packed along an operand's last axis (`kvq_jax.packing`), as what they stand for.
+
+    grid: of `kvq_jax.grids`; empty where a code is a number.
+    """
+
+    bits: int
+    grid: str = ""
+
+    def load(self, ref: Ref, at: "Block", mask: Array | None, terms: int) -> list[Array]:
+        """bfloat16 `[rows, codes]`: one array where that is exact, else as many terms. mask: as in `load`, two axes."""
+        count = codes_in_word(self.bits)
+        first, words = at.first_code // count, at.codes // count
+        if self.bits == 3:  # eight codes in three bytes
+            parts = [self._column(ref, at, mask, first, words, byte) for byte in range(3)]
+            word = parts[0] | parts[1] << 8 | parts[2] << 16
+        else:
+            word = load(ref, (*at.lead, pl.ds(at.first, at.rows), pl.ds(first, words)), mask).astype(jnp.int32)
+        if self.grid == "trellis":
+            # A level depends on the last two codes of the byte before, too: it is read again, from a cache.
+            before = self._column(ref, at, mask, first, words, -1) >> (8 - 2 * self.bits)
+            indices = trellis_indices(word, before, self.bits)
+        else:
+            indices = [(word >> (self.bits * i)) & (2**self.bits - 1) for i in range(count)]
+        joined = joined_planes([index.astype(jnp.bfloat16) for index in indices])
+        if not self.grid:
+            return [joined]
+        return bf16_terms(level_values(joined.astype(jnp.int32), self.bits, self.grid), terms)
+
+    def _column(self, ref: Ref, at: "Block", mask: Array | None, first: Array | int, words: int, byte: int) -> Array:
+        """int32: this byte of every word; −1: of the word before, 0 before the row."""
+        size = 3 if self.bits == 3 else 1
+        column = (first + lax.iota(jnp.int32, words)) * size + byte
+        row = at.first + lax.iota(jnp.int32, at.rows)
+        if byte < 0:
+            inside = (column >= 0)[None, :]
+            mask, column = inside if mask is None else mask & inside, jnp.maximum(column, 0)
+        index = (*at.lead, row[:, None], column[None, :])
+        return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0).astype(jnp.int32)
+
+
+class Block(NamedTuple):
+    """`codes` codes from `first_code` on of `rows` rows from `first` on, of what `lead` leaves of an operand."""
+
+    lead: tuple[Array, ...]
+    first: Array | int
+    rows: int
+    first_code: Array | int
+    codes: int
+
+
+def joined_planes(parts: list[Array]) -> Array:
+    """`packing.interleave` of 2^n arrays `[rows, n]`. Triton joins only pairs, on a new last axis."""
+    rows = parts[0].shape[0]
     while len(parts) > 1:
         half = len(parts) // 2
         parts = [jnp.stack([a, b], axis=-1) for a, b in zip(parts[:half], parts[half:], strict=True)]
-    return parts[0].reshape(codes.shape[0], -1)
+    return parts[0].reshape(rows, -1)
 
 
 def e2m1(codes: Array) -> Array:
@@ -137,14 +191,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Keys(abc.ABC):
-    """One layout of keys. `terms`: of bfloat16, that stand for a query."""
+    """One layout of keys. `terms`: of bfloat16, that stand for what is not exact in it."""
 
     head_dim: int
     terms: int
 
     @property
     def tile(self) -> int:
-        """Tokens that share a statistic: steps are multiples of it."""
+        """Tokens that share a statistic: steps are multiples of it, or divide it."""
         return 1
 
     @abc.abstractmethod
@@ -285,49 +339,50 @@ class BlockValues(Values):
 class AffineKeys(Keys):
     """Rows are channels (`quantizers.affine.ChannelRows`): codes `[tiles, head_dim, group·bits/8]` along tokens.
 
-    token_scale_j · ((q ∘ scale)·codes_j + q·zero)
+    token_scale_j · ((q ∘ scale)·x_j + q·zero), x_j what the codes stand for
 
     The sum is taken over at most CHANNELS channels at a time: a query of many is an operand that fills the registers.
     """
 
-    bits: int
+    codes: Codes
     group: int
-    token_scale: bool
+    leaves: tuple[str, ...]  # of the store: codes, scale, zero and perhaps token_scale
 
     @property
     def tile(self) -> int:
         return self.group
 
     def operands(self, store: dict[str, Array]) -> list[Array]:
-        names = ["codes", "scale", "zero"] + ["token_scale"] * self.token_scale
-        return [as_bits(store[name]) for name in names]
-
-    def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
-        return [
-            # A step begins below the limit, and what was flushed was flushed by tiles: its first tile is there.
-            self._tile(q, refs, first // self.group + i, first + i * self.group, limit if i else None)
-            for i in range(tokens // self.group)
-        ]
-
-    def load_queries(self, refs: list[Ref], there: Array | None) -> Any:
-        return [load_rows(refs[0], there, pl.ds(at, self._channels)) for at in range(0, self.head_dim, self._channels)]
+        return [as_bits(store[name]) for name in self.leaves]
 
     @property
     def _channels(self) -> int:
         return min(CHANNELS, self.head_dim // 2)
 
-    def _tile(self, q: list[Array], refs: list[Ref], tile: Array, first: Array, limit: Array | None) -> Part:
+    def load_queries(self, refs: list[Ref], there: Array | None) -> Any:
+        return [load_rows(refs[0], there, pl.ds(at, self._channels)) for at in range(0, self.head_dim, self._channels)]
+
+    def scores(self, q: Any, refs: list[Ref], first: Array, tokens: int, limit: Array) -> list[Part]:
+        size = min(tokens, self.group)
+        # A step begins below the limit, and what was flushed was flushed by tiles: its first tile is there.
+        return [self._part(q, refs, first + i * size, size, limit if i else None) for i in range(tokens // size)]
+
+    def _part(self, q: list[Array], refs: list[Ref], first: Array, tokens: int, limit: Array | None) -> Part:
+        leaf = dict(zip(self.leaves, refs, strict=True))
+        tile, start = first // self.group, first % self.group if tokens < self.group else 0
         there = None if limit is None else (first < limit)[None]
+        of_both = None if there is None else there[:, None]
         scores, offset = [], []
         for i, part in enumerate(q):
             channels = pl.ds(i * self._channels, self._channels)
-            codes = load(refs[0], (tile, channels, slice(None)), None if there is None else there[:, None])
-            scale, zero = (widen(load(ref, (tile, channels), there)) for ref in refs[1:3])
+            scale, zero = (widen(load(leaf[name], (tile, channels), there)) for name in ("scale", "zero"))
             offset.append(jnp.sum(part * zero[None, :], axis=1))
-            scores.append(dot_terms(bf16_terms(part * scale[None, :], self.terms), [unpacked(codes, self.bits)]))
+            block = Block((tile,), i * self._channels, self._channels, start, tokens)
+            x = self.codes.load(leaf["codes"], block, of_both, self.terms)
+            scores.append(dot_terms(bf16_terms(part * scale[None, :], self.terms), x))
         total = functools.reduce(jnp.add, scores) + functools.reduce(jnp.add, offset)[:, None]
-        if self.token_scale:
-            total *= widen(load(refs[3], (tile, slice(None)), there))[None, :]
+        if "token_scale" in leaf:
+            total *= widen(load(leaf["token_scale"], (tile, pl.ds(start, tokens)), there))[None, :]
         return Part(total, first, tile, there)
 
 
@@ -335,37 +390,53 @@ class AffineKeys(Keys):
 class AffineValues(Values):
     """Rows are tokens (`quantizers.affine.TokenRows`): codes `[tokens, head_dim·bits/8]` along channels.
 
-    One scale a token is folded: channel_scale ∘ Σ_j p_j (scale_j·codes_j + zero_j). Where a token has several (KIVI),
-    a channel's group decides which, and the values are decoded instead, into bfloat16 terms.
+    One scale a token is folded, x_j what the codes stand for:
+
+    channel_scale ∘ Σ_j p_j (scale_j·x_j + zero_j) + channel_mean·Σ_j p_j
+
+    Where a token has several (KIVI), a channel's group decides which, and the values are decoded instead, into bfloat16
+    terms.
     """
 
-    bits: int
+    codes: Codes
     group: int  # channels
-    channel_scale: bool
+    leaves: tuple[str, ...]  # of the store: codes, scale and perhaps zero, channel_scale and channel_mean
 
     def operands(self, store: dict[str, Array]) -> list[Array]:
-        leaves = [of_tokens(as_bits(store[name])) for name in ("codes", "scale", "zero")]
-        return [*leaves, as_bits(store["channel_scale"])] if self.channel_scale else leaves
+        leaves = [as_bits(store[name]) for name in self.leaves]
+        return [x if name in OF_TILES else of_tokens(x) for name, x in zip(self.leaves, leaves, strict=True)]
 
     def weighted(self, part: Part, refs: list[Ref]) -> list[Array]:
-        out = (self._decoded if self.group < self.head_dim else self._folded)(part, refs)
-        if self.channel_scale:
-            out = out * widen(load(refs[3], (part.tile, slice(None)), part.there))[None, :]
-        return [out]
+        leaf = dict(zip(self.leaves, refs, strict=True))
+        out = (self._decoded if self.group < self.head_dim else self._folded)(part, leaf)
+        scale, mean = (
+            widen(load(leaf[name], (part.tile, slice(None)), part.there))[None, :] if name in leaf else None
+            for name in OF_TILES
+        )
+        out = out if scale is None else out * scale
+        return [out if mean is None else out + jnp.sum(part.scores, axis=1)[:, None] * mean]
 
-    def _decoded(self, part: Part, refs: list[Ref]) -> Array:
+    def _codes(self, part: Part, leaf: dict[str, Ref]) -> list[Array]:
+        block = Block((), part.first, part.size, 0, self.head_dim)
+        return self.codes.load(leaf["codes"], block, rows_of(part)[1], self.terms)
+
+    def _decoded(self, part: Part, leaf: dict[str, Ref]) -> Array:
         rows, there = rows_of(part)
-        codes, scale, zero = (load(ref, (rows, slice(None)), there) for ref in refs[:3])
+        scale, zero = (load(leaf[name], (rows, slice(None)), there) for name in ("scale", "zero"))
         scale, zero = (repeated(widen(x), self.group) for x in (scale, zero))
-        values = unpacked(codes, self.bits).astype(jnp.float32) * scale + zero
+        (codes,) = self._codes(part, leaf)
+        values = codes.astype(jnp.float32) * scale + zero
         return dot_terms(bf16_terms(part.scores, self.terms), bf16_terms(values, self.terms))
 
-    def _folded(self, part: Part, refs: list[Ref]) -> Array:
-        rows, there = rows_of(part)
-        codes = load(refs[0], (rows, slice(None)), there)
-        scale, zero = (widen(load(ref, (rows, 0), part.there)) for ref in refs[1:3])
-        offset = jnp.sum(part.scores * zero[None, :], axis=1)[:, None]
-        return dot_terms(bf16_terms(part.scores * scale[None, :], self.terms), [unpacked(codes, self.bits)]) + offset
+    def _folded(self, part: Part, leaf: dict[str, Ref]) -> Array:
+        # Zeros before codes: the other way round, two kernels spill on gfx942.
+        of_tokens = (rows_of(part)[0], 0)
+        scale = widen(load(leaf["scale"], of_tokens, part.there))[None, :]
+        offset: Array | float = 0.0
+        if "zero" in leaf:
+            zero = widen(load(leaf["zero"], of_tokens, part.there))[None, :]
+            offset = jnp.sum(part.scores * zero, axis=1)[:, None]
+        return dot_terms(bf16_terms(part.scores * scale, self.terms), self._codes(part, leaf)) + offset
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ SHARE = 1024  # tokens of a split at least: each reads the queries and writes an
 
 @dataclass(frozen=True)
 class Config:
-    """tokens: of a step, a multiple of K's tile; rows: queries of a program, 16 or more; splits: of the tokens."""
+    """tokens: of a step, a multiple of K's tile or a part of one; rows: queries of a program, 16 or more; splits: of
+    the tokens."""
 
     tokens: int
     splits: int
@@ -29,6 +30,9 @@ def _cut(keys: Keys, target: str) -> tuple[int, int, int]:
     warps. AMD's pipelining of many small loads runs out of scalar registers. gfx942, which rounds to bfloat16 in many
     instructions, keeps the largest tiles of K in registers only with two warps."""
     amd, wide = target.startswith("gfx"), keys.head_dim > 128
+    if isinstance(keys, AffineKeys) and keys.codes.grid:  # levels are computed: half a tile of KVarN's size is enough
+        tokens = min(keys.tile, 32 if wide else 64)
+        return (tokens, 4, 1) if amd else (tokens, 4 if keys.head_dim < 128 else 8, 2)
     if isinstance(keys, AffineKeys):
         tokens = max(keys.tile, 32 if wide else 64)
         narrow = keys.head_dim < 128

@@ -15,12 +15,14 @@ from jax import Array
 
 from kvq_jax.cache import Cache, SideCache
 from kvq_jax.online_softmax import Softmax
+from kvq_jax.packing import codes_in_word
 from kvq_jax.quantizers.affine import Affine, ChannelRows, TokenRows
 from kvq_jax.quantizers.base import Quantizer
 from kvq_jax.quantizers.identity import Identity
 from kvq_jax.quantizers.kivi import NarrowChannelRows, NarrowTokenRows
 from kvq_jax.quantizers.kvarn import BalancedChannelRows, BalancedTokenRows
 from kvq_jax.quantizers.mx import MXFP4Blocks
+from kvq_jax.quantizers.tile import TileKeys, TileValues
 from kvq_jax.quantizers.ultraquant import UltraBlocks
 from pallas_kernels import _internals
 from pallas_kernels.bodies import (
@@ -29,6 +31,7 @@ from pallas_kernels.bodies import (
     AffineValues,
     BlockKeys,
     BlockValues,
+    Codes,
     DenseKeys,
     DenseValues,
     Keys,
@@ -39,12 +42,14 @@ from pallas_kernels.configurations import Config, configuration
 from pallas_kernels.decode_attention import attend_store
 
 HEAD_DIMS = (64, 128, 256)
-BITS = (2, 4)
+BITS = (1, 2, 3, 4)
 MOST_TOKENS = 128  # of a block of queries
 MOST_ELEMENTS = 2**31 - 1  # of a leaf: Pallas counts offsets in 32 bits, with a sign, up to 2^32 bytes
 TERMS = 2  # of bfloat16 for a float32 operand; see pallas_kernels.bodies
-_KEY_ROWS = (ChannelRows, NarrowChannelRows, BalancedChannelRows)  # exactly: subclasses mean other things by a code
-_VALUE_ROWS = (TokenRows, NarrowTokenRows, BalancedTokenRows)
+COVERED = "UltraQuant, MXFP4, KIVI, Hadamard, KVarN, tile, bf16, fp16, fp32"
+# Exactly these: subclasses mean other things by a code.
+_KEY_ROWS = (ChannelRows, NarrowChannelRows, BalancedChannelRows, TileKeys)
+_VALUE_ROWS = (TokenRows, NarrowTokenRows, BalancedTokenRows, TileValues)
 _interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)
 
 
@@ -114,9 +119,17 @@ def _power_of_two(x: int) -> bool:
 
 def _affine(side: str, quantizer: Affine) -> None:
     if quantizer.bits not in BITS:
-        raise _refuse(f"{side}_bits", quantizer.bits, "2 and 4")
+        raise _refuse(f"{side}_bits", quantizer.bits, "1 to 4")
     if not _power_of_two(quantizer.group):
         raise _refuse(f"{side}_group", quantizer.group, "powers of two")
+
+
+def _codes(quantizer: Affine) -> Codes:
+    return Codes(quantizer.bits, quantizer.grid if isinstance(quantizer, TileKeys | TileValues) else "")
+
+
+def _leaves(side: SideCache) -> tuple[str, ...]:
+    return tuple(sorted(side.store))
 
 
 def _key_layout(side: SideCache, terms: int, scaled: bool | None) -> Keys:
@@ -133,10 +146,10 @@ def _key_layout(side: SideCache, terms: int, scaled: bool | None) -> Keys:
         _affine("k", quantizer)
         if quantizer.group < SMALLEST:
             raise _refuse("k_group", quantizer.group, f"{SMALLEST} tokens or more")
-        return AffineKeys(head_dim, terms, quantizer.bits, quantizer.group, "token_scale" in side.store)
+        return AffineKeys(head_dim, terms, _codes(quantizer), quantizer.group, _leaves(side))
     if isinstance(quantizer, Identity) and quantizer.dtype != "fp8":
         return DenseKeys(head_dim, terms, quantizer.dtype == "bf16")
-    raise _refuse("k_quantizer", type(quantizer).__name__, "UltraQuant, MXFP4, KIVI, Hadamard, KVarN, bf16, fp16, fp32")
+    raise _refuse("k_quantizer", type(quantizer).__name__, COVERED)
 
 
 def _value_layout(side: SideCache, keys: Keys, terms: int) -> Values:
@@ -151,12 +164,12 @@ def _value_layout(side: SideCache, keys: Keys, terms: int) -> Values:
     if type(quantizer) in _VALUE_ROWS:
         assert isinstance(quantizer, Affine)
         _affine("v", quantizer)
-        if quantizer.group < 8 // quantizer.bits:
-            raise _refuse("v_group", quantizer.group, f"{8 // quantizer.bits} channels or more")
-        return AffineValues(head_dim, terms, quantizer.bits, quantizer.group, "channel_scale" in side.store)
+        if quantizer.group < codes_in_word(quantizer.bits):
+            raise _refuse("v_group", quantizer.group, f"{codes_in_word(quantizer.bits)} channels or more")
+        return AffineValues(head_dim, terms, _codes(quantizer), quantizer.group, _leaves(side))
     if isinstance(quantizer, Identity) and quantizer.dtype != "fp8":
         return DenseValues(head_dim, terms, quantizer.dtype == "bf16")
-    raise _refuse("v_quantizer", type(quantizer).__name__, "UltraQuant, MXFP4, KIVI, Hadamard, KVarN, bf16, fp16, fp32")
+    raise _refuse("v_quantizer", type(quantizer).__name__, COVERED)
 
 
 def layouts(cache: Cache, *, terms: int = TERMS, scaled: bool | None = None) -> tuple[Keys, Values]:

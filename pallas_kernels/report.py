@@ -16,7 +16,7 @@ from pallas_kernels._internals import LoweredKernel
 from pallas_kernels.configurations import Config, configuration
 from pallas_kernels.decode_attention import split_attention
 
-METHODS = ("ultraquant:", "mxfp4:", "kivi:bits=2", "kvarn:bits=2", "bf16:")
+METHODS = ("ultraquant:", "mxfp4:", "kivi:bits=2", "kvarn:bits=2", "tile:bits=2", "bf16:")
 HEAD_DIMS = dispatch.HEAD_DIMS
 QUERIES, KV_HEADS, CONTEXT = 4, 8, 32768  # queries a KV head; of one row
 BEGIN, END = "<!-- resources: written by make kernels -->", "<!-- end of resources -->"

@@ -37,7 +37,8 @@ def problem(spec: str, scaled: bool | None = None, terms: int = 3, head_dim: int
     stored = np.minimum(cache.k.flushed, cache.v.flushed) // keys.tile * keys.tile
     high = np.maximum(stored[:, None] - np.array([0, 1, 5, 70], np.int32), 0).astype(np.int32)
     low = np.minimum(np.array([[0, 3, 40, 0]], np.int32), high)
-    config = Config(max(keys.tile, 32), 2, rows=16)
+    # Of `tile` a step is half a tile.
+    config = Config(32 if spec.startswith("tile") else max(keys.tile, 32), 2, rows=16)
     k, v = (np.asarray(side.tokens(side.store), np.float64)[:, :, : stored.max()] for side in cache.sides)
     token = np.arange(stored.max())
     seen = ((token >= low[..., None]) & (token < high[..., None]))[:, None]

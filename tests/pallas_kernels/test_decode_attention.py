@@ -61,7 +61,7 @@ class Case:
         return "-".join(map(str, [*parts, "appended" * self.appended, self.sliding_window or ""])).rstrip("-")
 
 
-CASES = [  # between them: every body, 2 and 4 bits, groups of 32 to 128, every head_dim, 1 to 384 queries a KV head
+CASES = [  # between them: every body, 1 to 4 bits, groups of 32 to 128, every head_dim, 1 to 384 queries a KV head
     Case("ultraquant:", queries=16),
     Case("ultraquant:block=64", head_dim=256, queries=8),
     Case("ultraquant:block=16,p=bf16", queries=6),
@@ -74,6 +74,14 @@ CASES = [  # between them: every body, 2 and 4 bits, groups of 32 to 128, every 
     Case("kvarn:bits=2,iters=1", head_dim=128, lengths=(129, 1)),
     Case("kvarn:k_bits=4,v_bits=2,group=64,scales=fp8,recent=3,iters=1", queries=3, tokens=7, appended=True),
     Case("bf16:", tokens=4, appended=True),
+    Case("kvarn:bits=3,group=32,iters=1", queries=2),
+    Case("kivi:k_bits=1,v_bits=3,subgroup=16,residual=32", queries=2),
+    Case("tile:iters=1", queries=5, tokens=3, appended=True),  # steps of half a tile
+    Case("tile:k_bits=3,v_bits=1,group=64,iters=1,scales=fp8,v_mean=none", head_dim=128, lengths=(129, 64)),
+    Case("tile:k_bits=1,v_bits=3,group=32,iters=1,v_mean=token", head_dim=256, queries=2),
+    Case("tile:bits=4,group=32,iters=1", sliding_window=50, appended=True),
+    Case("tile:grid=lloyd,group=32,iters=1", queries=2),
+    Case("tile:grid=uniform,k_bits=4,v_bits=1,group=16,iters=1,v_mean=none", queries=2),
 ]
 
 
@@ -111,7 +119,8 @@ def interpreted(given: Problem) -> tuple[Any, ...]:
     return out, lse, given.output, given.log_sum_exp
 
 
-SCHEMES = ["ultraquant:", "mxfp4:", "hadamard:bits=2,group=64", "kivi:bits=2,residual=64"]
+TILE = "tile:k_bits=2,v_bits=3,group=64,iters=1"
+SCHEMES = ["ultraquant:", "mxfp4:", "hadamard:bits=2,group=64", "kivi:bits=2,residual=64", TILE]
 
 
 @pytest.mark.parametrize("spec", SCHEMES)
@@ -140,11 +149,22 @@ def swapped_nibbles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "planes", lambda codes, bits: planes(codes, bits)[::-1])
 
 
+def swapped_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = bodies.joined_planes
+    monkeypatch.setattr(bodies, "joined_planes", lambda parts: joined(parts[::-1]))
+
+
 def scale_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each scale is that of the next block, token or channel."""
     repeated, widen = bodies.repeated, bodies.widen
     monkeypatch.setattr(bodies, "repeated", lambda x, times: repeated(jnp.roll(x, 1, axis=-1), times))
     monkeypatch.setattr(bodies, "widen", lambda x: widen(jnp.roll(x, 1, axis=-1)))
+
+
+def forgotten_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trellis that begins anew with every word."""
+    indices = bodies.trellis_indices
+    monkeypatch.setattr(bodies, "trellis_indices", lambda word, before, bits: indices(word, 0 * before, bits))
 
 
 def missing_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +186,8 @@ def forgotten_decay(monkeypatch: pytest.MonkeyPatch) -> None:
     ("spec", "bug"),
     [
         *(("ultraquant:", bug) for bug in (swapped_nibbles, scale_off_by_one, missing_mask, forgotten_decay)),
-        *(("hadamard:bits=2,group=64", bug) for bug in (swapped_nibbles, scale_off_by_one)),
+        *(("hadamard:bits=2,group=64", bug) for bug in (swapped_pairs, scale_off_by_one)),
+        *((TILE, bug) for bug in (swapped_pairs, scale_off_by_one, forgotten_byte)),
     ],
 )
 def test_a_deliberate_bug_is_seen(spec: str, bug: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,13 +196,13 @@ def test_a_deliberate_bug_is_seen(spec: str, bug: Callable, monkeypatch: pytest.
 
 
 REFUSED = {
-    "k_bits=3": ("kvarn:bits=3,group=64", 64, 1),
+    "k_bits=8": ("kivi:k_bits=8,v_bits=2", 64, 1),
     "v_bits=8": ("kivi:k_bits=2,v_bits=8", 64, 1),
     "k_group=8": ("kivi:bits=2,subgroup=8,residual=16", 64, 1),
     "k_group=48": ("hadamard:bits=2,group=48", 64, 1),
     "head_dim=80": ("kvarn:bits=2", 80, 1),
     "k_quantizer='Codebook'": ("turboquant:bits=4", 64, 1),
-    "k_quantizer='TileKeys'": ("tile:bits=2", 64, 1),
+    "k_quantizer='PromotedChannelRows'": ("kitty:", 64, 1),
     "tokens=129": ("ultraquant:", 64, 129),
 }
 

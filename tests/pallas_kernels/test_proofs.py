@@ -39,6 +39,9 @@ CASES = {
     "mxfp4": Case("mxfp4:", windowed=True),
     "kvarn": Case("kvarn:bits=2,group=64,iters=1"),
     "kivi": Case("kivi:bits=4,residual=32"),
+    "kvarn_3": Case("kvarn:bits=3,group=64,iters=1"),
+    "tile": Case("tile:k_bits=2,v_bits=1,group=64,iters=1"),
+    "tile_3": Case("tile:k_bits=3,v_bits=4,group=64,iters=1,v_mean=token"),
     "bf16": Case("bf16:"),
     "bf16_windowed": Case("bf16:", windowed=True),
 }
@@ -60,7 +63,8 @@ def problem(name: str) -> tuple[Any, tuple[Any, ...]]:
     """(the kernel and its merge as a function, its arguments)"""
     case, cache = CASES[name], cached(CASES[name].spec)
     keys, values = dispatch.layouts(cache, scaled=case.scaled)
-    config = Config(max(keys.tile, 32), SPLITS, rows=PROGRAM_ROWS)
+    # Of `tile` a step is half a tile.
+    config = Config(32 if name.startswith("tile") else max(keys.tile, 32), SPLITS, rows=PROGRAM_ROWS)
     how = {"keys": keys, "values": values, "scale": 0.3, "config": config, "windowed": case.windowed}
     q = pinned(BATCH, ROWS, head_dim=HEAD_DIM, kv_heads=HEADS, seed=3)
     q = np.asarray(cache.k.side.quantizer.query(jnp.asarray(q)), np.float32)
@@ -99,6 +103,10 @@ def distance(name: str, found: tuple[Any, Any]) -> float:
         ("kvarn", "cuda"),
         ("kvarn", "rocm"),
         ("kivi", "cuda"),
+        ("kvarn_3", "cuda"),
+        ("tile", "cuda"),
+        ("tile", "rocm"),
+        ("tile_3", "rocm"),
         ("bf16_windowed", "rocm"),
     ],
 )
@@ -132,10 +140,11 @@ def test_every_comparison_of_the_lowered_kernel_matters() -> None:
         assert distance(name, found) > 1e-4 or wrong.loaded != right.loaded, f"comparison {i} of\n{text}"
 
 
-@pytest.mark.parametrize("name", ["ultraquant", "kvarn", "kivi", "bf16"])
+@pytest.mark.parametrize("name", ["ultraquant", "kvarn", "kivi", "tile", "bf16"])
 def test_each_packed_byte_of_what_is_seen_is_read_once(name: str) -> None:
     """And no other: of the store's leaves what belongs to the tokens seen, or where K's tiles are of several tokens to
-    those tiles; of queries and outputs the rows that there are, and nothing is written but what is merged."""
+    those tiles; of queries and outputs the rows that there are, and nothing is written but what is merged. (Of `tile`
+    the byte before each is read again, and what the tokens of a tile share for each of its parts.)"""
     fn, args = problem(name)
     stores = args[3], args[4]
     _, [found] = call(fn, *args, platform="cuda")
@@ -145,10 +154,11 @@ def test_each_packed_byte_of_what_is_seen_is_read_once(name: str) -> None:
     for store, side in zip(stores, sides, strict=True):
         of_tile = sum(leaf.nbytes // (leaf.shape[0] * leaf.shape[2]) for leaf in store.values())
         expected.append(tokens // side.tile_tokens * of_tile)
-    leaves = sum(len(store) for store in stores)
-    assert sum(found.loaded[-OUTPUTS - leaves : -OUTPUTS]) == sum(expected)
+    store = slice(-OUTPUTS - sum(len(store) for store in stores), -OUTPUTS)
+    assert sum(found.touched[store]) == sum(expected)
+    assert name == "tile" or found.loaded[store] == found.touched[store]
     queries = BATCH * HEADS * SPLITS * ROWS
-    assert sum(found.loaded[:-OUTPUTS]) - sum(expected) <= queries * (4 * HEAD_DIM + 8)
+    assert sum(found.loaded[: store.start]) <= queries * (4 * HEAD_DIM + 8)
     assert sum(found.stored) == queries * 4 * (HEAD_DIM + 2)
 
 

@@ -48,11 +48,13 @@ class Pointer:
 class Run:
     """`outputs`: of the arguments given as ShapeDtypeStruct. `loaded`, `stored`: bytes of each argument; an address
     that several lanes of one load share counts once, what different loads or programs fetch again counts again. A load
-    whose result nobody uses does not count: compilers drop it. `operations`: how often each ran."""
+    whose result nobody uses does not count: compilers drop it. `touched`: bytes of each argument that were fetched at
+    all. `operations`: how often each ran."""
 
     outputs: list[np.ndarray]
     loaded: tuple[int, ...]
     stored: tuple[int, ...]
+    touched: tuple[int, ...]
     operations: dict[str, int] = field(repr=False)
 
 
@@ -79,7 +81,9 @@ def run(text: str, grid: Sequence[int], arrays: Sequence[Any]) -> Run:
         for memory, given in zip(memories, arrays, strict=True)
         if isinstance(given, jax.ShapeDtypeStruct)
     ]
-    return Run(outputs, tuple(m.loaded for m in memories), tuple(m.stored for m in memories), count)
+    loaded, stored = (tuple(getattr(m, name) for m in memories) for name in ("loaded", "stored"))
+    touched = tuple(int((m.reader >= 0).sum()) * m.data.itemsize for m in memories)
+    return Run(outputs, loaded, stored, touched, count)
 
 
 def _memory(name: str, given: Any, wanted: Type) -> Memory:
