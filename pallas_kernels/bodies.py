@@ -101,8 +101,18 @@ def repeated(x: Array, times: int) -> Array:
 
 
 def planes(codes: Array, bits: int) -> list[Array]:
-    """int32 bytes -> 8/bits arrays: plane i holds the codes i, i + 8/bits, … of what was packed."""
-    return [codes >> (bits * i) & (2**bits - 1) for i in range(8 // bits)]
+    """int32 words of P codes -> P arrays: plane i holds the codes i, i + P, … of what was packed."""
+    return [codes >> (bits * i) & (2**bits - 1) for i in range(codes_in_word(bits))]
+
+
+class Block(NamedTuple):
+    """`codes` codes from `first_code` on of `rows` rows from `first` on, of what `lead` leaves of an operand."""
+
+    lead: tuple[Array, ...]
+    first: Array | int
+    rows: int
+    first_code: Array | int
+    codes: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ class Codes:
     bits: int
     grid: str = ""
 
-    def load(self, ref: Ref, at: "Block", mask: Array | None, terms: int) -> list[Array]:
+    def load(self, ref: Ref, at: Block, mask: Array | None, terms: int) -> list[Array]:
         """bfloat16 `[rows, codes]`: one array where that is exact, else as many terms. mask: as in `load`, two axes."""
         count = codes_in_word(self.bits)
         first, words = at.first_code // count, at.codes // count
@@ -129,13 +139,13 @@ class Codes:
             before = self._column(ref, at, mask, first, words, -1) >> (8 - 2 * self.bits)
             indices = trellis_indices(word, before, self.bits)
         else:
-            indices = [(word >> (self.bits * i)) & (2**self.bits - 1) for i in range(count)]
+            indices = planes(word, self.bits)
         joined = joined_planes([index.astype(jnp.bfloat16) for index in indices])
         if not self.grid:
             return [joined]
         return bf16_terms(level_values(joined.astype(jnp.int32), self.bits, self.grid), terms)
 
-    def _column(self, ref: Ref, at: "Block", mask: Array | None, first: Array | int, words: int, byte: int) -> Array:
+    def _column(self, ref: Ref, at: Block, mask: Array | None, first: Array | int, words: int, byte: int) -> Array:
         """int32: this byte of every word; −1: of the word before, 0 before the row."""
         size = 3 if self.bits == 3 else 1
         column = (first + lax.iota(jnp.int32, words)) * size + byte
@@ -145,16 +155,6 @@ class Codes:
             mask, column = inside if mask is None else mask & inside, jnp.maximum(column, 0)
         index = (*at.lead, row[:, None], column[None, :])
         return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0).astype(jnp.int32)
-
-
-class Block(NamedTuple):
-    """`codes` codes from `first_code` on of `rows` rows from `first` on, of what `lead` leaves of an operand."""
-
-    lead: tuple[Array, ...]
-    first: Array | int
-    rows: int
-    first_code: Array | int
-    codes: int
 
 
 def joined_planes(parts: list[Array]) -> Array:

@@ -13,6 +13,7 @@ import numpy as np
 
 import kvq_jax as kvq
 from kvq_jax.lloyd_max import gaussian_levels
+from kvq_jax.quantizers.tile import feedback_constants
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ CASES = [
     Case("tile:bits=3,scales=f32", (0.0174, 0.0192), (0.0183, 0.0202), (4, 3.75), (4, 3.75)),
     Case("tile:bits=4", (0.00485, 0.00536), (0.00474, 0.00523), (4.5, 4.375), (4.5, 4.375)),
     Case("tile:k_bits=4,v_bits=2", (0.00485, 0.00536), (0.0665, 0.0735), (4.5, 4.375), (2.5, 2.375)),
+    Case("tile:bits=2,feedback=true", (0.0984, 0.1088), (0.0665, 0.0735), (2.5, 2.375), (2.5, 2.375),
+         small="tile:bits=2,feedback=true,group=16,sink=3"),
     Case("blockgrid:scale=l2,grid=uniform", (0.0095, 0.0105), (0.00936, 0.0103), (4.25, 4.125), (4.25, 4.125)),
     Case("blockgrid:block=32,grid=lloyd", (0.00553, 0.00611), (0.00546, 0.00603), (4.5, 4.5), (4.5, 4.5),
          small="blockgrid:rotate=false,block=16,grid=fp4,sink=3,recent=5,group=4"),
@@ -167,11 +170,23 @@ def kvquant_tables(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.nd
     return tables | {"k_lower": -upper, "k_upper": upper}
 
 
+def tile_feedback(scheme: Any, kv_heads: int, head_dim: int) -> dict[str, np.ndarray] | None:
+    """Of queries whose neighbouring channels go together, and weigh differently in each head."""
+    if not scheme.needs_constants:
+        return None
+    channel = np.arange(head_dim)
+    together = 0.8 ** np.abs(channel[:, None] - channel)
+    spread = [np.exp(0.5 * np.sin(channel + head)) for head in range(kv_heads)]
+    found = [feedback_constants(together * s[:, None] * s) for s in spread]
+    return {name: np.stack(x) for name, x in zip(("k_weight", "k_feedback"), zip(*found, strict=True), strict=True)}
+
+
 # Schemes that need constants: name -> (scheme, kv_heads, head_dim) -> plausible arrays of one layer, or None.
 CONSTANTS: dict[str, Callable[[kvq.Scheme, int, int], dict[str, np.ndarray] | None]] = {
     "blockgrid": block_book,
     "fp8": fp8_constants,
     "kvquant": kvquant_tables,
+    "tile": tile_feedback,
     "ultra_tq": refitted_book,
 }
 

@@ -5,12 +5,14 @@ which min/max rounding has twice the error of the best levels, and 2.6 times tha
 scale that a token stores anyway is refit after rounding, which costs nothing. docs/tile.md derives and measures it.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from kvq_jax.balance import variance_normalize
@@ -18,9 +20,11 @@ from kvq_jax.formats import SCALE_DTYPES, rounded, store, store_scale, widen
 from kvq_jax.grids import BITS, GRIDS, grid_codes, grid_planes, grid_table_values
 from kvq_jax.packing import interleave, pack
 from kvq_jax.quantizers.affine import Affine, ChannelRows, TokenRows, row_range
-from kvq_jax.quantizers.base import Leaves, dot
+from kvq_jax.quantizers.base import ConstantSpec, Leaves, dot
 from kvq_jax.schemes import Bits, Side, Window, option, register
 
+TOGETHER = 8  # channels that are rounded before their error goes to those that follow
+DAMPING = 0.1  # of the queries' second moment, a share of its mean diagonal
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # what is smaller is 0 to a CPU
 
 
@@ -74,6 +78,25 @@ def refit_factor(refit: str, x: Array, y: Array, axis: int, mean: Array | None =
     return jnp.where(squared < _TINY, 1.0, factor)
 
 
+def feedback_constants(moment: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(weight `[D]`, F `[D, D]`) of H = E[q qᵀ] `[D, D]`, damped.
+
+    The weight is H's diagonal: channels are rounded in its order, the largest first, TOGETHER of them at a time. Where
+    those of S are off by e_S, each channel j of L, which are still to come, takes up Σ_i e_i·F_ij: F_SL = H_SL·H_LL⁻¹,
+    the least that eᵀHe, the squared error of q·k̂, can then become. F is 0 elsewhere. (GPTQ, arXiv:2210.17323, with
+    channels for its inputs and queries for its samples.)
+    """
+    size = len(moment)
+    mean = float(np.trace(moment)) / size
+    damped = moment.astype(np.float64) + DAMPING * (mean or 1.0) * np.eye(size)
+    order = np.argsort(-np.diagonal(damped), kind="stable")
+    feedback, together = np.zeros((size, size)), math.gcd(size, TOGETHER)
+    for first in range(0, size - together, together):
+        now, later = order[first : first + together], order[first + together :]
+        feedback[np.ix_(now, later)] = np.linalg.solve(damped[np.ix_(later, later)], damped[np.ix_(later, now)]).T
+    return np.diagonal(damped), feedback
+
+
 @dataclass(frozen=True)
 class _Gridded(Affine):
     """What both orientations share: how rows are rounded, and what codes mean. Rows are `[R, C]`, as in KVarN."""
@@ -116,26 +139,78 @@ class TileKeys(_Gridded, ChannelRows):
     """K: `[head_dim, group]` tiles. Leaves as ChannelRows' with a token_scale, which takes the refit:
 
     T̂_ij = (g(code_ij)·scale_i + zero_i)·token_scale_j; codes come from the stored scale and zero.
+
+    With `feedback` channels are rounded a few at a time, and those that follow take up the error where queries would
+    see it, by the constants weight and feedback (`feedback_constants`) of every KV head.
     """
+
+    feedback: bool = False
+
+    def constants(self, kv_heads: int) -> dict[str, ConstantSpec]:
+        if not self.feedback:
+            return {}
+        size = self.head_dim
+        return {
+            "weight": ConstantSpec((kv_heads, size), positive=True),
+            "feedback": ConstantSpec((kv_heads, size, size)),
+        }
 
     def encode(self, tiles: Array, constants: Leaves) -> Leaves:
         rows = jnp.swapaxes(tiles, -1, -2)
-        x, column, scale, zero = each_tile(self._prepare, rows)
-        codes = grid_codes(x, self.bits, self.grid)
+        if self.feedback:
+            codes, column, scale, zero = self._fed_back(rows, constants)
+        else:
+            x, column, scale, zero = each_tile(self._prepare, rows)
+            codes = grid_codes(x, self.bits, self.grid)
         token_scale = each_tile(self._refit, rows, codes, column, scale, zero)
         return {"codes": pack(codes, self.bits), "scale": scale, "zero": zero, "token_scale": token_scale}
 
-    def _prepare(self, rows: Array) -> tuple[Array, ...]:
-        scale_dtype, zero_dtype = SCALE_DTYPES[self.scales]
+    def _fed_back(self, rows: Array, constants: Leaves) -> tuple[Array, ...]:
+        """(codes, column, scale, zero), a few rows at a time in the order of the constants."""
+        heads, together = len(constants["weight"]), math.gcd(self.head_dim, TOGETHER)
+        order = jnp.argsort(-constants["weight"], axis=-1)  # [kv_heads, head_dim]
+        steps = jnp.moveaxis(order.reshape(1, heads, 1, -1, together, 1), 3, 0)
+        column, balanced = each_tile(self._balance_tile, rows)
+
+        def step(rest: Array, which: Array) -> tuple[Array, tuple[Array, ...]]:
+            now = jnp.take_along_axis(rest, which, -2)
+            x, scale, zero = each_tile(self._standardize, now)
+            codes = grid_codes(x, self.bits, self.grid)
+            error = now - self._decoded(codes, scale, zero)
+            share = jnp.take_along_axis(constants["feedback"][None, :, None], which, -2)
+            for i in range(together):  # sums in an order of their own, whatever the program
+                rest = rest + product(share[..., i, :, None], error[..., i, None, :])
+            return rest, (codes, scale, zero)
+
+        _, found = lax.scan(step, balanced, steps)
+        place = jnp.argsort(order, axis=-1)[None, :, None]
+        codes, scale, zero = (jnp.moveaxis(x, 0, 3).reshape(*rows.shape[:-1], *x.shape[5:]) for x in found)
+        codes = jnp.take_along_axis(codes, place[..., None], -2)
+        return codes, column, *(jnp.take_along_axis(x, place, -1) for x in (scale, zero))
+
+    def _balance_tile(self, rows: Array) -> tuple[Array, Array]:
         column = self.balance(rows)
-        rows = rows / column
+        return column, rows / column
+
+    def _prepare(self, rows: Array) -> tuple[Array, ...]:
+        column, balanced = self._balance_tile(rows)
+        x, scale, zero = self._standardize(balanced)
+        return x, column, scale, zero
+
+    def _standardize(self, rows: Array) -> tuple[Array, Array, Array]:
+        """(what is rounded to the grid, scale, zero): the last two as they are stored."""
+        scale_dtype, zero_dtype = SCALE_DTYPES[self.scales]
         scale, zero = self.spread(rows)
         scale, zero = store_scale(scale, scale_dtype), store(zero, zero_dtype)
-        return (rows - widen(zero)[:, None]) / positive(widen(scale))[:, None], column, scale, zero
+        return (rows - widen(zero)[:, None]) / positive(widen(scale))[:, None], scale, zero
+
+    def _decoded(self, codes: Array, scale: Array, zero: Array) -> Array:
+        """Rows before the tokens' scales."""
+        levels = grid_table_values(codes, self.bits, self.grid)
+        return product(levels, widen(scale)[..., None]) + widen(zero)[..., None]
 
     def _refit(self, rows: Array, codes: Array, column: Array, scale: Array, zero: Array) -> Array:
-        y = product(grid_table_values(codes, self.bits, self.grid), widen(scale)[:, None]) + widen(zero)[:, None]
-        factor = refit_factor(self.refit, rows, y, 0)
+        factor = refit_factor(self.refit, rows, self._decoded(codes, scale, zero), 0)
         return store(column * factor if self.refit == "none" else factor, SCALE_DTYPES[self.scales][1])
 
 
@@ -208,6 +283,9 @@ class Tile(Bits):
     Bits a value, main store, f16: K bits + 16(2/group + 1/head_dim), V bits + 16(1/head_dim + 2/group) for
     `v_mean=channel`, 16/group less for `none`, KVarN's for `token`. `scales=fp8` stores what belongs to channels and is
     a scale in E4M3: 8/group less.
+
+    `feedback=true` needs constants, from the model's queries: K's channels then make up for each other's error where
+    queries see it.
     """
 
     bits: int | None = option(2, optional=True, allowed=BITS)
@@ -217,13 +295,32 @@ class Tile(Bits):
     refit: str = option("norm", allowed=("norm", "lsq", "none"), about="what a token's scale is refit to")
     normalize: str = option("equivariant", allowed=("none", "published", "equivariant"))
     iters: int = option(4, minimum=0, maximum=1000, about="normalization iterations")
+    feedback: bool = option(False, about="K's error is moved to where queries do not see it; needs constants")
     v_mean: str = option("channel", allowed=("token", "channel", "none"), about="which mean of V is stored")
     scales: str = option("f16", allowed=("f16", "fp8", "f32"))
     group: int = option(128, minimum=2, about="tokens of a tile, and of a flush")
 
+    @property
+    def needs_constants(self) -> bool:  # type: ignore[override]
+        return self.feedback
+
+    @property
+    def captures(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("k", "q") if self.feedback else ()
+
+    def calibrate(self, samples: Mapping[str, Array]) -> dict[str, Array]:
+        """k_weight and k_feedback of the mean of q·qᵀ over the queries of a KV head, in K's rotated basis. Raises
+        ValueError for `feedback=false`."""
+        if not self.feedback:
+            return super().calibrate(samples)
+        q, heads = np.asarray(samples["q"], np.float64), samples["k"].shape[1]
+        q = np.moveaxis(q.reshape(len(q), heads, -1, q.shape[-1]), 1, 0).reshape(heads, -1, q.shape[-1])
+        weight, feedback = zip(*(feedback_constants(x.T @ x / len(x)) for x in q), strict=True)
+        return {"k_weight": jnp.asarray(weight, jnp.float32), "k_feedback": jnp.asarray(feedback, jnp.float32)}
+
     def sides(self, head_dim: int) -> tuple[Side, Side]:
         how: dict[str, Any] = {name: getattr(self, name) for name in ("scales", "grid", "refit", "normalize", "iters")}
-        k = TileKeys(head_dim, bits=self.key_bits, group=self.group, **how)
+        k = TileKeys(head_dim, bits=self.key_bits, group=self.group, feedback=self.feedback, **how)
         v = TileValues(
             head_dim, bits=self.value_bits, group=head_dim, tokens_per_tile=self.group, mean=self.v_mean, **how
         )

@@ -13,8 +13,10 @@ import kvq_jax as kvq
 from kvq_jax.grids import BITS, grid_codes, grid_planes, levels
 from kvq_jax.lloyd_max import gaussian_levels
 from kvq_jax.packing import interleave, pack
+from kvq_jax.quantizers.tile import feedback_constants
 
 encode = jax.jit(lambda quantizer, tiles: quantizer.encode(tiles, {}), static_argnums=0)
+encode_k = jax.jit(lambda quantizer, tiles, constants: quantizer.encode(tiles, constants), static_argnums=0)
 decode = jax.jit(lambda quantizer, leaves: quantizer.decode(leaves, {}), static_argnums=0)
 
 
@@ -261,6 +263,81 @@ def test_folded_reads_equal_decoded_ones(spec: str, head_dim: int) -> None:
         want = q @ np.swapaxes(x, -1, -2) if name == "scores" else p @ x
         got = getattr(quantizer, name)(q if name == "scores" else p, leaves, {})
         np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+
+
+# --- feedback
+
+
+def queries(head_dim: int, count: int = 500) -> np.ndarray:
+    """Which see few directions, as a model's do."""
+    rng = np.random.default_rng(3)
+    basis = rng.standard_normal((head_dim, head_dim)) * np.exp(-np.arange(head_dim) / (head_dim / 6))
+    return rng.standard_normal((count, head_dim)) @ basis.T
+
+
+def of_heads(*moments: np.ndarray) -> dict[str, jax.Array]:
+    weight, feedback = zip(*map(feedback_constants, moments), strict=True)
+    return {"weight": jnp.asarray(weight, jnp.float32), "feedback": jnp.asarray(feedback, jnp.float32)}
+
+
+def test_feedback_is_that_of_a_cholesky_factor_of_the_inverse() -> None:
+    """GPTQ's own form: with UᵀU = H⁻¹, an error of S takes U_SS⁻¹·U_SL of it from L."""
+    q = queries(24)
+    weight, feedback = feedback_constants(q.T @ q / len(q))
+    damped = q.T @ q / len(q)
+    damped += 0.1 * np.trace(damped) / 24 * np.eye(24)
+    np.testing.assert_allclose(weight, np.diagonal(damped))
+    order = np.argsort(-weight)
+    upper = np.linalg.cholesky(np.linalg.inv(damped[order][:, order])).T
+    want = np.zeros((24, 24))
+    for first in (0, 8):
+        now = slice(first, first + 8)
+        want[now, first + 8 :] = -np.linalg.solve(upper[now, now], upper[now, first + 8 :])
+    np.testing.assert_allclose(feedback[order][:, order], want, atol=1e-9)
+
+
+def test_without_anything_to_feed_back_the_bytes_are_those_without_feedback() -> None:
+    (k, _), (plain, _) = sides("tile:group=16,feedback=true", 32), sides("tile:group=16", 32)
+    tile = lognormal(3, 16, 32)[:, None].swapaxes(0, 1)[None]  # [1, 1, 3, 16, 32]
+    weight = np.exp(gaussian(32))  # an order, and no correlation
+    got = encode_k(k, tile, of_heads(np.diag(weight)))
+    for name, leaf in encode_k(plain, tile, {}).items():
+        np.testing.assert_array_equal(got[name], leaf, err_msg=name)
+
+
+def test_feedback_moves_the_error_of_keys_to_where_queries_do_not_see_it() -> None:
+    """Each KV head by its own queries; the squared length of the error grows."""
+    q, k = queries(64), np.stack([lognormal(4, 128, 64, seed=head) for head in (0, 1)])[None]
+    moment = q.T @ q / len(q)
+    turned = moment[::-1, ::-1]  # of the other head
+    (fed, _), (plain, _) = sides("tile:feedback=true", 64), sides("tile:", 64)
+    constants = of_heads(moment, turned)
+    errors = [np.asarray(decode(one, encode_k(one, k, given))) - k for one, given in ((fed, constants), (plain, {}))]
+    for head, seen in enumerate((moment, turned)):
+        of_scores, of_length = (
+            [np.einsum("tnd,de,tne->", e[0, head], m, e[0, head]) for e in errors] for m in (seen, np.eye(64))
+        )
+        assert 0.1 * of_scores[1] < of_scores[0] < 0.6 * of_scores[1]
+        assert of_length[1] < of_length[0] < 2 * of_length[1]
+    other = np.asarray(decode(fed, encode_k(fed, k, of_heads(turned, moment)))) - k
+    assert np.einsum("tnd,de,tne->", other[0, 0], moment, other[0, 0]) > 0.8 * np.einsum(
+        "tnd,de,tne->", errors[1][0, 0], moment, errors[1][0, 0]
+    )
+
+
+def test_constants_come_from_the_queries_of_each_kv_head() -> None:
+    scheme = kvq.scheme("tile:feedback=true")
+    q = np.stack([[queries(16, 40) * (head + 1) for head in range(4)]] * 2).astype(np.float32)
+    found = scheme.calibrate({"q": jnp.asarray(q), "k": jnp.zeros((2, 2, 40, 16))})
+    for head in range(2):
+        x = q[:, 2 * head : 2 * head + 2].reshape(-1, 16).astype(np.float64)
+        weight, feedback = feedback_constants(x.T @ x / len(x))
+        np.testing.assert_allclose(found["k_weight"][head], weight, rtol=1e-5)
+        np.testing.assert_allclose(found["k_feedback"][head], feedback, atol=1e-5)
+    with pytest.raises(ValueError, match="takes no constants"):
+        kvq.scheme("tile:").calibrate({"q": jnp.asarray(q), "k": jnp.zeros((2, 2, 40, 16))})
+    with pytest.raises(ValueError, match="constants"):
+        kvq.init_cache("tile:feedback=true", batch=1, kv_heads=2, head_dim=16, capacity=128)
 
 
 @pytest.mark.parametrize("field", ["bits=8", "grid=e8", "refit=max", "v_mean=row", "scales=bf16", "normalize=full"])
