@@ -6,6 +6,7 @@ from pallas_kernels.bodies import SMALLEST, AffineKeys, DenseKeys, Keys, ScaledK
 
 PROGRAMS = 264  # that keep a large GPU busy: two for each of 132 multiprocessors
 MOST_ROWS = 64
+LONGEST = 128  # tokens of a step: what is longer does not fit into shared memory
 SHARE = 1024  # tokens of a split at least: each reads the queries and writes an output
 
 
@@ -34,7 +35,7 @@ def _cut(keys: Keys, target: str) -> tuple[int, int, int]:
         tokens = min(keys.tile, 32 if wide else 64)
         return (tokens, 4, 1) if amd else (tokens, 4 if keys.head_dim < 128 else 8, 2)
     if isinstance(keys, AffineKeys):
-        tokens = max(keys.tile, 32 if wide else 64)
+        tokens = min(max(keys.tile, 32 if wide else 64), LONGEST)
         narrow = keys.head_dim < 128
         largest = target == "gfx942" and tokens * keys.head_dim > 2**14
         return (tokens, 2 if narrow or largest else 4, 1) if amd else (tokens, 4 if narrow else 8, 2)

@@ -79,22 +79,22 @@ def refit_factor(refit: str, x: Array, y: Array, axis: int, mean: Array | None =
 
 
 def feedback_constants(moment: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(weight `[D]`, F `[D, D]`) of H = E[q qᵀ] `[D, D]`, damped.
+    """(weight float32 `[D]`, F `[D, D]`) of H = E[q qᵀ] `[D, D]`, damped; how long queries are does not matter.
 
-    The weight is H's diagonal: channels are rounded in its order, the largest first, TOGETHER of them at a time. Where
-    those of S are off by e_S, each channel j of L, which are still to come, takes up Σ_i e_i·F_ij: F_SL = H_SL·H_LL⁻¹,
-    the least that eᵀHe, the squared error of q·k̂, can then become. F is 0 elsewhere. (GPTQ, arXiv:2210.17323, with
-    channels for its inputs and queries for its samples.)
+    The weight is H's diagonal over its mean: channels are rounded in its order, the largest first, TOGETHER of them at
+    a time. Where those of S are off by e_S, each channel j of L, which are still to come, takes up Σ_i e_i·F_ij:
+    F_SL = H_SL·H_LL⁻¹, the least that eᵀHe, the squared error of q·k̂, can then become. F is 0 elsewhere. (GPTQ,
+    arXiv:2210.17323, with channels for its inputs and queries for its samples.)
     """
-    size = len(moment)
-    mean = float(np.trace(moment)) / size
-    damped = moment.astype(np.float64) + DAMPING * (mean or 1.0) * np.eye(size)
-    order = np.argsort(-np.diagonal(damped), kind="stable")
+    size, mean = len(moment), float(np.diagonal(moment).astype(np.float64).mean())
+    damped = moment.astype(np.float64) / (mean or 1.0) + DAMPING * np.eye(size)
+    weight = np.diagonal(damped).astype(np.float32)
+    order = np.argsort(-weight, kind="stable")  # of what is stored: the encoder sorts it again
     feedback, together = np.zeros((size, size)), math.gcd(size, TOGETHER)
     for first in range(0, size - together, together):
         now, later = order[first : first + together], order[first + together :]
         feedback[np.ix_(now, later)] = np.linalg.solve(damped[np.ix_(later, later)], damped[np.ix_(later, now)]).T
-    return np.diagonal(damped), feedback
+    return weight, feedback
 
 
 @dataclass(frozen=True)

@@ -42,18 +42,19 @@ class Case:
     appended: bool = False  # the block is in the cache, so that what is stored is seen causally
     sliding_window: int | None = None
     dtype: Any = np.float32
+    capacity: int = CAPACITY
 
     def inputs(self) -> tuple[Any, ...]:
         """q, cache, and the block's k and v, or None twice."""
-        k, v = (pinned(2, CAPACITY, head_dim=self.head_dim, seed=seed) for seed in (1, 2))
+        k, v = (pinned(2, self.capacity, head_dim=self.head_dim, seed=seed) for seed in (1, 2))
         q = pinned(2, self.tokens, head_dim=self.head_dim, kv_heads=2 * self.queries, seed=3)
         held = [length - self.tokens for length in self.lengths]
         block = [np.stack([x[i, :, n : n + self.tokens] for i, n in enumerate(held)]) for x in (k, v)]
         cache = kvq.init_cache(
-            self.spec, batch=2, kv_heads=2, head_dim=self.head_dim, capacity=CAPACITY, dtype=self.dtype
+            self.spec, batch=2, kv_heads=2, head_dim=self.head_dim, capacity=self.capacity, dtype=self.dtype
         )
         filled = self.lengths if self.appended else held
-        cache = kvq.append(cache, k, v, valid=jnp.arange(CAPACITY) < jnp.array(filled)[:, None])
+        cache = kvq.append(cache, k, v, valid=jnp.arange(self.capacity) < jnp.array(filled)[:, None])
         return (q, cache, None, None) if self.appended else (q, cache, *block)
 
     def __str__(self) -> str:
@@ -75,6 +76,7 @@ CASES = [  # between them: every body, 1 to 4 bits, groups of 32 to 128, every h
     Case("kvarn:k_bits=4,v_bits=2,group=64,scales=fp8,recent=3,iters=1", queries=3, tokens=7, appended=True),
     Case("bf16:", tokens=4, appended=True),
     Case("kvarn:bits=3,group=32,iters=1", queries=2),
+    Case("kivi:bits=2,subgroup=256,residual=256", queries=2, capacity=300, lengths=(299, 77)),  # steps of half a tile
     Case("kivi:k_bits=1,v_bits=3,subgroup=16,residual=32", queries=2),
     Case("tile:iters=1", queries=5, tokens=3, appended=True),  # steps of half a tile
     Case("tile:k_bits=3,v_bits=1,group=64,iters=1,scales=fp8,v_mean=none", head_dim=128, lengths=(129, 64)),
