@@ -80,7 +80,7 @@ CASES = [  # between them: every body, 1 to 4 bits, groups of 32 to 128, every h
     Case("kivi:k_bits=1,v_bits=3,subgroup=16,residual=32", queries=2),
     Case("tile:iters=1", queries=5, tokens=3, appended=True),  # steps of half a tile
     Case("tile:k_bits=3,v_bits=1,group=64,iters=1,scales=fp8,v_mean=none", head_dim=128, lengths=(129, 64)),
-    Case("tile:k_bits=1,v_bits=3,group=32,iters=1,v_mean=token", head_dim=256, queries=2),
+    Case("tile:k_bits=1,v_bits=3,group=32,iters=1,v_mean=token", queries=2),
     Case("tile:bits=4,group=32,iters=1", sliding_window=50, appended=True),
     Case("tile:grid=lloyd,group=32,iters=1", queries=2),
     Case("tile:grid=uniform,k_bits=4,v_bits=1,group=16,iters=1,v_mean=none", queries=2),
