@@ -93,11 +93,11 @@ def committed(text: str) -> dict[tuple[str, int, str], dict[str, str]]:
 
 def main() -> None:
     path = Path(__file__).parents[1] / "docs" / "kernels.md"
-    text = path.read_text()
     rows = (
         resources(spec, head_dim, target) for spec in METHODS for head_dim in HEAD_DIMS for target in lowering.TARGETS
     )
     new = table(rows)
+    text = path.read_text()  # now: what was edited in the meantime stays
     path.write_text(text[: text.index(BEGIN) + len(BEGIN)] + "\n" + new + "\n" + text[text.index(END) :])
 
 

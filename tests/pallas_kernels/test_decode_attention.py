@@ -102,9 +102,10 @@ def test_attend_with_a_kernel_equals_the_reference(case: Case) -> None:
     np.testing.assert_allclose(out, expected, rtol=0, atol=error * float(np.abs(expected).max()))
 
 
-def test_what_is_said_to_run_is_what_runs() -> None:
+@pytest.mark.parametrize("case", [Case("ultraquant:", queries=16), Case("tile:iters=1")], ids=str)
+def test_what_is_said_to_run_is_what_runs(case: Case) -> None:
     """XLA's path agrees with the reference, too: only the program tells which of them it holds."""
-    q, cache, k, v = CASES[0].inputs()
+    q, cache, k, v = case.inputs()
     with dispatch.interpreted():
         programs = {
             name: str(jax.make_jaxpr(lambda *x, name=name: kvq.attend(*x, implementation=name))(q, cache, k, v))
