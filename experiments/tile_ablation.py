@@ -4,6 +4,7 @@ The first table takes the tile apart at 2 bits, beside KIVI, the rotation alone 
 hold every family at other numbers of bits. Writes config.json, rows.jsonl, summary.csv and plots to --out. Example:
 
   python -m experiments.tile_ablation --text=hamlet,argparse
+  python -m experiments.tile_ablation --sink=4 --recent=124 --constants=DIR  (of --method=tile:feedback=true)
 """
 
 import dataclasses
@@ -48,7 +49,9 @@ PARTS = {
 }
 FAMILIES = ("kivi", "hadamard", "kvarn", "turboquant", "tile")
 FIXED = ("ultraquant", "ultraquant:c=0.195")  # 4 bits, and no others
-APART = ("tile:k_bits=2,v_bits=4", "tile:k_bits=4,v_bits=2")  # which side carries the rest
+# Which side carries the rest.
+APART = tuple(f"tile:k_bits={k},v_bits={v}" for k, v in ((2, 4), (4, 2), (3, 1), (3, 2)))
+CALIBRATED = "tile:feedback=true"  # where --constants has it
 SWEEP = ("bits=1", "k_bits=2,v_bits=1", "bits=2", "bits=3", "bits=4")
 BASE = "kvarn:bits=2"  # of the ratios
 QUICK_SPECS = ("kvarn:bits=2", "tile:v_mean=token,grid=lloyd", "tile:v_mean=token")
@@ -79,6 +82,7 @@ def plan() -> list[Work]:
     """What is measured, the parts of every text first, no scheme twice."""
     texts = common.TEXT.value.split(",") if FLAGS["text"].present else list(TEXTS)
     specs = [*PARTS, *(f"{name}:{bits}" for name in FAMILIES for bits in SWEEP), *FIXED, *APART]
+    specs += [CALIBRATED] if common.CONSTANTS.value else []
     if quick.QUICK.value:
         texts, specs = texts[:1], list(QUICK_SPECS)
     if FLAGS["method"].present:

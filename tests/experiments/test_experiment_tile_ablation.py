@@ -65,6 +65,8 @@ def test_the_plan_holds_every_part_once_and_every_family_at_other_bits() -> None
     assert all(scheme.sink == 128 and scheme.recent == 0 and scheme.group == 128 for _, scheme in schemes)
     for family in ("kivi", "hadamard", "kvarn", "tile"):
         assert {scheme.key_bits for _, scheme in schemes if scheme.name == family} == {1, 2, 3, 4}
+    with parsed("--constants=somewhere"):
+        assert {one.spec for one in binary.plan()} == {one.spec for one in plan} | {binary.CALIBRATED}
     for part, spec in ((part, spec) for spec, part in binary.PARTS.items()):
         if spec.startswith("tile"):
             bytes_here = kvq.bits_per_element(binary.build(spec), head_dim=64)["store"]
